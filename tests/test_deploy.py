@@ -41,6 +41,6 @@ def test_the_slurm_script_is_a_script_whose_commands_exist() -> None:
     assert {command.split()[1] for command in commands} == {"redis", "up"}
     flags = {word for command in commands for word in command.split() if word.startswith("--")}
     commands_of = ROOT / "headpond" / "commands"
-    known = (commands_of / "up" / "command.py").read_text() + (commands_of / "redis_server.py").read_text()
+    known = (commands_of / "up.py").read_text() + (commands_of / "redis_server.py").read_text()
     assert all(flag.removeprefix("--").replace("-", "_") in known for flag in flags)
     assert "examples/slurm.sh" in Page(ROOT / "docs" / "operations.md").text

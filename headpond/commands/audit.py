@@ -9,7 +9,7 @@ import typer
 
 from headpond.commands import facts
 from headpond.commands.facts import Fact
-from headpond.commands.output import Json, print_facts, print_json
+from headpond.commands.output import Json, print_end
 from headpond.commands.status import RunDir
 
 if TYPE_CHECKING:
@@ -33,12 +33,7 @@ def audit(
 
     with checksum_progress() as progress:
         result = audit_run(run_dir, progress, Scope.FULL if full else Scope.NEW_FILES)
-    if as_json:
-        print_json(result)
-    else:
-        print_facts(_facts(result))
-    if not result["balanced"]:
-        raise typer.Exit(1)
+    print_end(result, _facts(result), balanced=result["balanced"], as_json=as_json)
 
 
 @contextlib.contextmanager

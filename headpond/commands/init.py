@@ -100,7 +100,7 @@ def _next(commands: list[str]) -> list[Fact]:
 
 def _command(python: str, weights: str | None) -> str:
     """That of the trainer with torch. ConfigError if it could not begin."""
-    from headpond.commands.up.parts import RUN_DIR
+    from headpond.commands.launcher.parts import RUN_DIR
     from headpond.errors import ConfigError
 
     if not weights:

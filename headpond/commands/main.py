@@ -11,6 +11,7 @@ from headpond.commands import (
     bundle,
     dashboard,
     dead,
+    demo,
     doctor,
     engine,
     gc,
@@ -23,11 +24,10 @@ from headpond.commands import (
     sessions,
     status,
     trial,
+    up,
     why,
 )
-from headpond.commands.demo import command as demo
 from headpond.commands.facts import printable
-from headpond.commands.up import command as up
 from headpond.config.old_names import refuse_old_variables
 from headpond.errors import HeadpondError
 from headpond.runtime.privacy import forbid_inspection

@@ -55,6 +55,16 @@ def print_facts(facts: Iterable[Fact]) -> None:
         print(f"{label:<{LABEL_WIDTH}} {printable(text)}".rstrip())
 
 
+def print_end(content: Mapping[str, Any], facts: Iterable[Fact], *, balanced: bool, as_json: bool) -> None:
+    """Print one of both. The exit code is 1 if the run's audit is not balanced."""
+    if as_json:
+        print_json(content)
+    else:
+        print_facts(facts)
+    if not balanced:
+        raise typer.Exit(1)
+
+
 def table(facts: Iterable[Fact]) -> "Table":
     from rich.table import Table
     from rich.text import Text

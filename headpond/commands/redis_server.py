@@ -28,7 +28,7 @@ def redis(
     processes of a run in HEADPOND_REDIS_URL.
     """
     from headpond.commands.interrupts import Interrupts
-    from headpond.commands.up.broker import PASSWORD
+    from headpond.commands.launcher.broker import PASSWORD
     from headpond.config.redis_address import address
     from headpond.errors import RunError
     from headpond.runtime.embedded_redis import EmbeddedRedis

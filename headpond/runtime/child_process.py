@@ -1,5 +1,6 @@
 """A child process in its own process group, its output in a file. It ends with its parent."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -33,15 +34,16 @@ class ChildProcess:
         name: str,
         command: list[str],
         *,
-        directory: Path,
+        directory: Path | None,
         variables: Mapping[str, str],
         environment: Mapping[str, str] | None = None,
         cwd: Path | None = None,
         append: bool = False,
     ) -> None:
-        """The log is `directory/NAME.log`. `environment`: default is this process's without HEADPOND_*."""
+        """The log is `directory/NAME.log`; without a directory, the output is this process's. `environment`: default is
+        this process's without HEADPOND_*."""
         self.name = name
-        self.log = directory / f"{name}.log"
+        self.log = directory / f"{name}.log" if directory else Path(os.devnull)
         launched = [sys.executable, "-I", "-S", "-c", LAUNCHER, str(os.getpid()), program(command[0]), *command[1:]]
         inherited = inherited_variables() if environment is None else environment
         self.mark = uuid.uuid4().hex
@@ -54,8 +56,8 @@ class ChildProcess:
                 cwd=cwd or directory,
                 env={**inherited, **variables, **marks},
                 stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
+                stdout=log if directory else None,
+                stderr=subprocess.STDOUT if directory else None,
                 process_group=0,  # not a new session: the kernel first divides the cores between sessions
             )
         self.pid = self._popen.pid
@@ -118,7 +120,9 @@ class ChildProcess:
     def kill(self) -> None:
         """Send SIGKILL to the process and everything it started, and reap it."""
         if self._popen.returncode is None:
-            os.killpg(self.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it died before it had the group, or has left it
+                os.killpg(self.pid, signal.SIGKILL)
+            self._popen.kill()
             self._popen.wait()
             kill_marked(self.mark)
 

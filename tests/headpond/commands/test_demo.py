@@ -15,17 +15,14 @@ from support.processes import MarkedProcesses
 from support.stores import directory_store
 from support.terminal import Terminal
 from support.waiting import HANG_S, wait_until
+from typer.testing import CliRunner
 
 from headpond import config
 from headpond.batches import read_manifests
-from headpond.commands.demo.command import STEPS
-from headpond.commands.demo.options import (
-    GROUP_SIZE,
-    Options,
-    checked_rollouts_per_step,
-    make_run_dir,
-    write_configuration,
-)
+from headpond.commands.demo import GROUP_SIZE, STEPS
+from headpond.commands.demo_directory import make_run_dir, write_configuration
+from headpond.commands.launcher import parts
+from headpond.commands.main import app
 from headpond.commands.modules import TEMPLATES
 from headpond.demo import tiny_moe
 from headpond.errors import ConfigError
@@ -78,7 +75,6 @@ def test_two_demos_at_once_deliver_their_steps_and_end(marked: MarkedDemos) -> N
         assert (each["ended"], each["delivered_steps"], each["trained_steps"]) == ("done", 2, 2)
         assert each["audit"]["balanced"]
         assert each["rollouts"]["in_flight"] == each["rollouts"]["dead"] == 0
-        assert each["trainer"].startswith("step 1: ")
         assert each["tokens"] > each["loss_tokens"] > 0
         assert each["routed_experts_bytes"] > 2 * 2 * each["tokens"]
         assert len(each["rewards"]) == 2
@@ -106,6 +102,8 @@ def test_a_killed_demo_leaves_no_process(marked: MarkedDemos) -> None:
         "headpond.workers.rollouts",
         "headpond.workers.compute",
         "headpond run",
+        "headpond sessions",
+        "headpond dashboard",
         "numpy_trainer",
     ]
     assert all(any(kind in command for command in marked.processes().values()) for kind in kinds)
@@ -140,10 +138,10 @@ def test_ctrl_c_on_a_terminal_prints_a_summary(marked: MarkedDemos) -> None:
         assert terminal.wait(2 * HANG_S) == 128 + signal.SIGINT
     text = terminal.text
     assert "headpond demo: starting Redis" in text
-    assert "action=ready process=rollout-worker" in text
+    assert "action=ready process=rollouts" in text
     assert re.search(r"steps       \d+ of 1,000 delivered", text)
     summary = text.rpartition("demo        stopped by Ctrl-C after")[2]
-    assert "all read by the trainer" in summary
+    assert "read by the trainer" in summary
     assert "verdict     balanced: " in summary
     assert re.search(
         r"alignment   [\d,]+ of [\d,]+ logprobs computed again with the weights of \d+\s+versions", summary
@@ -166,21 +164,44 @@ def test_ctrl_c_twice_during_start_up_ends_the_demo(marked: MarkedDemos) -> None
     marked.assert_nothing_left()
 
 
-def options_for(run_dir: Path, **changes: Any) -> Options:
-    values: dict[str, Any] = {"steps": 3, "rollouts_per_step": 16, "seed": 4, "keep": False, "seconds": None}
-    return Options(run_dir=run_dir, **(values | changes))
+def test_a_demo_that_reaches_its_time_limit_drains(marked: MarkedDemos) -> None:
+    code = "from headpond.commands import demo, main; demo.SECONDS = 0.0; main.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "demo"], env=marked.env, cwd=marked.directory, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "action=draining stopped by its time limit" in done.stderr
+    marked.assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_a_demo_that_was_stopped_is_resumed_by_its_configuration(marked: MarkedDemos) -> None:
+    demo = marked.start("--steps", "1000")
+    wait_until(lambda: marked.status().get("step"), what="a step")
+    demo.send_signal(signal.SIGTERM)
+    _, err = demo.communicate(timeout=HANG_S)
+    assert demo.returncode == 128 + signal.SIGTERM, err
+    steps = marked.status()["step"] + 2
+    command = [HEADPOND, "up", "runs/demo-1/demo.toml", "--steps", str(steps), "--json"]
+    done = subprocess.run(command, env=marked.env, cwd=marked.directory, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    ended = json.loads(done.stdout)
+    assert (ended["step"], ended["phase"], ended["audit"]["balanced"]) == (steps, "done", True)
+    training = (marked.directory / "runs" / "demo-1" / "training.jsonl").read_text().splitlines()
+    assert {json.loads(line)["step"] for line in training} == set(range(steps))
+    marked.assert_nothing_left()
 
 
 def test_the_configuration_in_the_run_directory_can_be_used_to_resume(tmp_path: Path) -> None:
-    options = options_for(tmp_path)
-    write_configuration(options)
-    written = config.load(options.config, environ={})
-    assert (written.run_dir, written.steps, written.batch.size) == (tmp_path, 3, 2)
-    assert written.seed == 4
-    text = options.config.read_text()
-    assert f"export HEADPOND_CONFIG={options.config} PYTHONPATH={tmp_path}\n" in text
-    assert "headpond engine --model tiny-moe --seed 4\n" in text
-    assert f"numpy_trainer.py {tmp_path} --seed 4\n" in text
+    run_dir = tmp_path / "a 'directory'"
+    run_dir.mkdir()
+    path = write_configuration(run_dir, steps=3, groups=2, seed=4, keep=True)
+    written = config.load(path, environ={})
+    assert (written.run_dir, written.steps, written.batch.size, written.seed) == (run_dir, 3, 2, 4)
+    assert f"headpond up {path}\n" in path.read_text()
+    assert written.engine.command == "headpond engine --model tiny-moe --seed 4 --port {port}"
+    trainer = [str(run_dir / "numpy_trainer.py"), str(run_dir), "--seed", "4", "--keep-batches"]
+    assert parts.trainer(written).command == (sys.executable, *trainer)
 
 
 def test_the_example_has_the_defaults_of_the_demo() -> None:
@@ -193,10 +214,14 @@ def test_the_example_has_the_defaults_of_the_demo() -> None:
     assert shape == (tiny_moe.LAYERS, tiny_moe.TOPK, tiny_moe.EXPERTS)
 
 
-def test_rollouts_per_step_must_be_a_multiple_of_the_group_size() -> None:
-    assert checked_rollouts_per_step(24) == 24
-    with pytest.raises(ConfigError, match=r"--rollouts-per-step 20: .*8"):
-        checked_rollouts_per_step(20)
+def test_rollouts_per_step_must_be_a_multiple_of_the_group_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["demo", "--rollouts-per-step", "20"])
+    assert isinstance(result.exception, ConfigError)
+    assert re.search("--rollouts-per-step 20: .*8", str(result.exception))
+    assert not list(tmp_path.iterdir())
 
 
 def test_each_demo_gets_its_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,9 @@ class Several(SessionsProcess):
         return server
 
     def pids(self) -> list[int]:
-        return [int(pid) for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
+        """Those of the servers, in the order of their starts: the supervisor's guard is a child too."""
+        pids = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        return [int(pid) for pid in pids if b"sessions" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 class _One(SessionsProcess):
@@ -77,9 +79,22 @@ def test_a_server_that_cannot_start_again_ends_no_other(several: Several) -> Non
     agents[0].talk("before")
     with taken_after_kill(several):
         wait_until(lambda: "cannot listen" in several.text)
-        wait_until(lambda: several.text.count("action=sessions_died") > 1 or several.exit_code is not None)
+        wait_until(lambda: several.text.count("action=died process=sessions-") > 1 or several.exit_code is not None)
         agents[1].talk("meanwhile")
     wait_until(lambda: has_its_turn(agents[0]))
+
+
+def test_a_server_that_cannot_start_the_first_time_ends_all_of_them(script: Script, tmp_path: Path) -> None:
+    port = free_ports(2)
+    with socket.create_server(("127.0.0.1", port + 1)):
+        process = Several(tmp_path, script.server.url, "--port", str(port), "--processes", "2")
+        try:
+            wait_until(lambda: process.exit_code is not None, what="the end of the command")
+            assert process.exit_code == 2
+            assert "cannot listen" in process.text
+        finally:
+            Process.end(process)
+    socket.create_server(("127.0.0.1", port)).close()
 
 
 def taken_after_kill(several: Several) -> socket.socket:

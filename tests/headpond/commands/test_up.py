@@ -193,7 +193,7 @@ def test_a_process_that_never_gets_ready_ends_it_with_its_log(started: Started) 
     _, err = up.communicate(timeout=HANG_S)
     assert up.returncode == 2
     assert len(re.findall("action=died process=engine .*exit code 1; .*started again in", err)) == 4
-    assert re.search("^headpond: engine ended 5 times", err, re.MULTILINE)
+    assert re.search("^headpond: the engine ended with exit code 1, 5 times", err, re.MULTILINE)
     assert "/no/such/model: No such file or directory" in err.rpartition("headpond: ")[2]
     started.assert_clean()
 

@@ -58,6 +58,27 @@ def test_a_killed_process_leaves_nothing_that_it_has_started(tmp_path: Path, ses
     wait_until(lambda: not alive(grandchild), what="the end of the grandchild")
 
 
+def test_a_process_without_a_group_of_its_own_is_killed_too(tmp_path: Path) -> None:
+    """It left the group; or it was killed in the moment before it had one."""
+    code = "import os, time; os.setpgid(0, os.getpgid(os.getppid())); print('left', flush=True); time.sleep(600)"
+    process = ChildProcess("child", ["python", "-c", code], directory=tmp_path, variables={})
+    process.wait_until(lambda: process.output, what="its change of the group", timeout_s=HANG_S)
+    process.kill()
+    assert not alive(process.pid)
+
+
+def test_without_a_directory_the_output_is_that_of_this_process(tmp_path: Path) -> None:
+    code = """
+from headpond.runtime.child_process import ChildProcess
+process = ChildProcess("child", ["sh", "-c", "echo out; echo err >&2"], directory=None, variables={})
+process.wait_until(lambda: process.ended, what="its end", timeout_s=60)
+assert process.output == process.output_tail == ""
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert (done.stdout, done.stderr) == ("out\n", "err\n")
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_a_child_starts_as_children_of_its_own_ends_with_the_first(tmp_path: Path) -> None:
     code = f"""
 import time

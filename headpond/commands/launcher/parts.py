@@ -1,4 +1,4 @@
-"""What `headpond up` starts: the command of each process, how it is known to be ready, and what its end means."""
+"""The processes of a run: the command of each, how it is found to be ready, and what its end means."""
 
 import re
 import shlex
@@ -13,7 +13,7 @@ from headpond.inspection.why import why_silent
 from headpond.queues import WorkerKind
 
 LISTENING = re.compile(r"action=sessions_ready url=(http://\S+)")
-ANSWER_S = 0.5  # for a server on this machine that is asked whether it is there
+ANSWER_S = 0.5  # of a server on this machine, which is asked whether it is there
 SLOTS_MOST = 256  # rollouts at once in one worker
 COMPUTE_MOST = 4  # processes of the compute worker: a group takes milliseconds
 PORT = "{port}"
@@ -27,17 +27,17 @@ class Part:
     name: str
     command: tuple[str, ...]
     is_ready: Callable[[str, float], bool]
-    """called with the output of its present process and the time at which that was started"""
+    """called with the output of its present process and the time at which this was started"""
     ends: Literal["never", "done", "run"] = "never"
     """when it may end: never; with exit code 0; the orchestrator, whose refusals end the run too"""
     own: bool = True
     """a process of Headpond: others see no HEADPOND_* variables, which hold addresses with passwords"""
     stop_at_once: bool = False
-    """a worker: SIGQUIT gives its jobs back"""
+    """SIGQUIT stops it at once: a worker gives its jobs back"""
 
 
 def engine(settings: RunConfig, url: str, port: int | None) -> Part:
-    """`port` replaces `{port}` in its command; it is ready when `url` answers, since it may be any program."""
+    """The engine may be any program: it is ready when `url` answers. `port` replaces `{port}` in its command."""
     command = _words("engine.command", (settings.engine.command or "").replace(PORT, str(port)))
     return Part(name="engine", command=command, is_ready=lambda *_: answers(url), own=False)
 
@@ -73,7 +73,7 @@ def dashboard(run_dir: str, port: int) -> Part:
 
 def workers(settings: RunConfig, number: int, cores: int) -> list[Part]:
     slots = min(settings.rollouts.max_in_flight, SLOTS_MOST)
-    names = [f"rollouts-{each}" for each in range(1, number + 1)] if number > 1 else ["rollouts"]
+    names = [f"rollouts-{index}" for index in range(1, number + 1)] if number > 1 else ["rollouts"]
     compute = _worker("compute", WorkerKind.COMPUTE, max(1, min(cores, COMPUTE_MOST)))
     return [*(_worker(name, WorkerKind.ROLLOUTS, slots) for name in names), compute]
 
@@ -99,5 +99,5 @@ def _words(setting: str, command: str) -> tuple[str, ...]:
 
 
 def answers(url: str) -> bool:
-    """Whether a server is there, whatever it says."""
+    """Whether a server is there, whatever its response."""
     return why_silent(url, timeout_s=ANSWER_S) is None

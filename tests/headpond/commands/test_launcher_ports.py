@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from headpond.commands.up.ports import kept_port
+from headpond.commands.launcher.ports import kept_port
 from headpond.runtime.embedded_redis import HOST, PORTS
 
 

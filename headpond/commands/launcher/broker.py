@@ -1,4 +1,4 @@
-"""The Redis of `headpond up`: the configured one, with a free database, or one of its own in the run directory."""
+"""The Redis of a run: the configured one, with a free database, or one of its own in the run directory."""
 
 import contextlib
 import os
@@ -6,19 +6,17 @@ from pathlib import Path
 from urllib.parse import quote, urlsplit, urlunsplit
 
 import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from headpond import redis_keys
 from headpond.config import RunConfig
 from headpond.config.redis_address import address, explain, has_password
 from headpond.errors import ConfigError, RunError
 from headpond.inspection import run_json
+from headpond.inspection.status import open_redis
 from headpond.runtime.embedded_redis import EmbeddedRedis
 
 PASSWORD = "REDIS_PASSWORD"  # noqa: S105 - the name of a variable, which is that of docker-compose.yml too
 DATABASES = 16  # that a Redis has by default
-ANSWER_S = 5.0
 
 
 class RunBroker:
@@ -55,7 +53,7 @@ class RunBroker:
 
     def has_orchestrator(self) -> bool:
         """Whether an orchestrator has published its settings lately."""
-        with contextlib.suppress(redis.RedisError), _client(self.url) as client:
+        with contextlib.suppress(redis.RedisError), open_redis(self.url) as client:
             return bool(client.exists(redis_keys.RUN_SETTINGS))
         return False
 
@@ -68,7 +66,7 @@ class RunBroker:
 
 
 def with_password(url: str) -> str:
-    """With the password of the environment, which no command line shows, if `url` has none."""
+    """Add the password of the environment, which no command line shows, if `url` has none."""
     password = os.environ.get(PASSWORD)
     if not password or has_password(url):
         return url
@@ -77,31 +75,25 @@ def with_password(url: str) -> str:
 
 
 def with_database(url: str, run_dir: Path) -> str:
-    """A URL without a database gets that of the run, if it has begun, or else the first one that is empty."""
+    """Add a database, if `url` has none: that of the run, if it has begun, or else the first one that is empty."""
     if urlsplit(url).path.strip("/") or not url.startswith(("redis://", "rediss://")):
         return url
     numbered = [urlunsplit(urlsplit(url)._replace(path=f"/{number}")) for number in range(DATABASES)]
     if (run_dir / "run.json").exists():
         before = run_json.read(run_dir)["redis"]
-        if same := [each for each in numbered if address(each) == before]:
+        if same := [numbered_url for numbered_url in numbered if address(numbered_url) == before]:
             return same[0]
-    for each in numbered:
-        if _is_empty(each):
-            return each
+    if empty := next(filter(_is_empty, numbered), None):
+        return empty
     raise RunError(
         f"none of the databases 0 to {DATABASES - 1} of Redis at {address(url)} is empty: name one in redis_url, "
         "redis://HOST:PORT/NUMBER, or leave redis_url out for a Redis of the run's own"
     )
 
 
-def _client(url: str) -> redis.Redis:
-    once = Retry(NoBackoff(), retries=0)
-    return redis.Redis.from_url(url, retry=once, socket_timeout=ANSWER_S, socket_connect_timeout=ANSWER_S)
-
-
 def _reachable(url: str) -> str:
     try:
-        with _client(url) as client:
+        with open_redis(url) as client:
             client.ping()
     except redis.RedisError as error:
         raise ConfigError(explain(url, error)) from error
@@ -110,7 +102,7 @@ def _reachable(url: str) -> str:
 
 def _is_empty(url: str) -> bool:
     try:
-        with _client(url) as client:
+        with open_redis(url) as client:
             return client.dbsize() == 0
     except redis.RedisError:
         return False  # it has fewer databases

@@ -11,7 +11,7 @@ import redis
 from support.waiting import wait_until
 
 from headpond import config
-from headpond.commands.up.broker import DATABASES, RunBroker, with_database, with_password
+from headpond.commands.launcher.broker import DATABASES, RunBroker, with_database, with_password
 from headpond.config.redis_address import address
 from headpond.errors import ConfigError, RunError
 from headpond.runtime.embedded_redis import EmbeddedRedis

@@ -9,9 +9,9 @@ from support.small_disk import LARGE_BYTES, LimitedDirectory
 from support.waiting import wait_until
 
 from headpond.batches.signals import RankProgress, write_progress
-from headpond.commands.up import parts, supervisor
-from headpond.commands.up.parts import Part
-from headpond.commands.up.supervisor import STARTS_MOST, Supervisor, last_line, reason_of
+from headpond.commands.launcher import parts, supervisor
+from headpond.commands.launcher.parts import Part
+from headpond.commands.launcher.supervisor import FAILURES_MOST, Supervisor, last_line, reason_of
 from headpond.config import RunConfig
 from headpond.errors import RunError
 from headpond.runtime.child_process import ChildProcess
@@ -36,10 +36,10 @@ def test_it_waits_while_the_disk_is_full_and_says_so(
 
         with monkeypatch.context() as full:
             full.setattr("headpond.inspection.status.FULL_BYTES", 1 << 62)
-            wait_until(lambda: restarted(STARTS_MOST + 3), what="more starts than a hopeless process gets")
-        assert f"the disk of {tmp_path} is full: free space" in failing.last_words
+            wait_until(lambda: restarted(FAILURES_MOST + 3), what="more starts than a hopeless process gets")
+        assert f"the disk of {tmp_path} is full: free space" in failing.last_end
         assert f"the disk of {tmp_path} is full: free space" in caplog.text
-        with pytest.raises(RunError, match=f"failing ended {STARTS_MOST} times"):
+        with pytest.raises(RunError, match=f"the failing ended with exit code 1, {FAILURES_MOST} times"):
             wait_until(lambda: restarted(100), what="the end")
     finally:
         started.kill()

@@ -1,4 +1,4 @@
-"""Starts the parts of a run, starts again what dies, with a growing pause, and stops all of them."""
+"""Starts processes, starts them again when they die, with a growing pause, and stops all of them."""
 
 import logging
 import re
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from headpond.commands.up.parts import Part
+from headpond.commands.launcher.parts import Part
 from headpond.errors import RunError
 from headpond.inspection.status import full_disk
 from headpond.runtime.child_process import ChildProcess, Guard
@@ -19,7 +19,7 @@ logger = logging.getLogger("headpond.up")
 
 PAUSE_FIRST_S, PAUSE_MOST_S = 1.0, 30.0
 STEADY_S = 60.0  # a process that has run for this long begins again with the first pause
-STARTS_MOST = 5  # in a row without getting ready: it never will
+FAILURES_MOST = 5  # in a row: after that many, the process would never get ready
 LOG_BYTES = 16 << 20  # of one log; the one before it is kept as NAME.log.1
 LOOK_AT_LOGS_S = 5.0
 TAIL_LINES = 15
@@ -38,41 +38,57 @@ class Supervised:
     """it has ended and is not started again"""
     started_at: float
     began_at: float
-    """the same as a time of day, of which files tell"""
+    """the same as a time of day, to compare with those of files"""
     restarts: int = 0
-    unready_starts: int = 1
-    """in a row"""
+    failures: int = 0
+    """ends in a row: zero when it gets ready"""
     restart_at: float | None = None
     pause_s: float = PAUSE_FIRST_S
-    last_words: str = ""
-    """how it ended the last time"""
+    last_end: str = ""
+    """how its last process ended"""
     reason: str = ""
-    """the line of its output that says why"""
+    """the line of its output that explains the end"""
+
+    @property
+    def state(self) -> str:
+        died = self.restart_at is not None
+        return "ended" if self.over else "died" if died else "ready" if self.ready else "starting"
+
+    @property
+    def unsteady(self) -> bool:
+        """Whether it has ended and is not back, or has ended several times and was not back for long."""
+        again = self.restarts > 1 and time.monotonic() - self.started_at < STEADY_S
+        return bool(self.last_end) and (not self.ready or again)
 
 
 class Supervisor:
     """Every call from the main thread: children end with the thread that starts them."""
 
-    def __init__(self, logs: Path, environment: Mapping[str, str], cwd: Path) -> None:
+    def __init__(
+        self, logs: Path | None, environment: Mapping[str, str], cwd: Path, *, failures_most: float = FAILURES_MOST
+    ) -> None:
+        """`logs`: directory of the processes' output; None: that of this process. `failures_most`: a process that ends
+        so often in a row raises RunError; `math.inf`: never."""
         self._logs = logs
         self._environment = dict(environment)
         self._cwd = cwd
+        self._failures_most = failures_most
         self._guard = Guard()
         self._looked_at_logs = 0.0
         self.stopping = False
         """whether a process that ends stays ended"""
         self.parts: dict[str, Supervised] = {}
 
-    def tell(self, **variables: str) -> None:
-        """Add variables to the environment of the processes that start from now on."""
+    def add_variables(self, **variables: str) -> None:
+        """Extend the environment of the processes that start from now on."""
         self._environment |= variables
 
     def start(self, part: Part) -> None:
-        logger.info("action=starting process=%s log=%s", part.name, self._logs / f"{part.name}.log")
-        began_at, started_at = time.time(), time.monotonic()
+        process = self._spawn(part)
         self.parts[part.name] = Supervised(
-            part=part, process=self._spawn(part), began_at=began_at, started_at=started_at
+            part=part, process=process, began_at=time.time(), started_at=time.monotonic()
         )
+        logger.info("action=starting process=%s log=%s", part.name, process.log)
 
     def ready(self, name: str) -> bool:
         return name in self.parts and self.parts[name].ready
@@ -81,23 +97,17 @@ class Supervisor:
         """Also if it was never started."""
         return name not in self.parts or self.parts[name].over
 
-    def is_unsteady(self, name: str) -> bool:
-        """Whether it has ended and is not back, or has ended several times and was not back for long."""
-        each = self.parts[name]
-        again = each.restarts > 1 and time.monotonic() - each.started_at < STEADY_S
-        return bool(each.last_words) and (not each.ready or again)
-
     def check(self) -> None:
         """Note what is ready and what has ended; start again what is due. RunError if that is hopeless."""
         now = time.monotonic()
-        for each in self.parts.values():
-            if each.over:
+        for child in self.parts.values():
+            if child.over:
                 continue
-            if each.process.ended:
-                self._ended(each, now)
-            elif not each.ready and each.part.is_ready(each.process.output, each.began_at):
-                each.ready, each.unready_starts = True, 0
-                logger.info("action=ready process=%s after_s=%.1f", each.part.name, now - each.started_at)
+            if child.process.ended:
+                self._handle_end(child, now)
+            elif not child.ready and child.part.is_ready(child.process.output, child.began_at):
+                child.ready, child.failures = True, 0
+                logger.info("action=ready process=%s after_s=%.1f", child.part.name, now - child.started_at)
         if now - self._looked_at_logs > LOOK_AT_LOGS_S:
             self._looked_at_logs = now
             self._bound_logs()
@@ -110,20 +120,20 @@ class Supervisor:
         """Terminate every process and wait; `kill` ends the rest. Workers give their jobs back when `at_once`."""
         self.stopping = True
         hurried = False
-        for each in self.parts.values():
-            each.process.terminate()
+        for child in self.parts.values():
+            child.process.terminate()
         deadline = time.monotonic() + within_s
-        while not all(each.process.ended for each in self.parts.values()) and time.monotonic() < deadline:
+        while not all(child.process.ended for child in self.parts.values()) and time.monotonic() < deadline:
             if at_once() and not hurried:
                 hurried, deadline = True, min(deadline, time.monotonic() + within_s / 2)
-                for each in self.parts.values():
-                    each.process.signal(signal.SIGQUIT if each.part.stop_at_once else signal.SIGTERM)
+                for child in self.parts.values():
+                    child.process.signal(signal.SIGQUIT if child.part.stop_at_once else signal.SIGTERM)
             time.sleep(TICK_S)
 
     def kill(self) -> None:
         """Kill every process with its descendants."""
-        for each in self.parts.values():
-            self._reap(each.process)
+        for child in self.parts.values():
+            self._reap(child.process)
         self._guard.close()
 
     def _spawn(self, part: Part) -> ChildProcess:
@@ -143,53 +153,53 @@ class Supervisor:
         process.kill()
         self._guard.remove(process)
 
-    def _ended(self, each: Supervised, now: float) -> None:
+    def _handle_end(self, child: Supervised, now: float) -> None:
         """Called at every check from its end until it runs again."""
-        if each.restart_at is None:
-            each.ready, each.last_words = False, each.process.how_it_ended
-            each.reason = reason_of(each.process)
-            if self.stopping or self._may_end(each):
-                each.over = True
-                if not self.stopping:
-                    logger.info(
-                        "action=ended process=%s %s; it is not started again. It said: %s",
-                        each.part.name, each.last_words, each.reason,
-                    )  # fmt: skip
-                return
-            if full := full_disk(self._logs):  # it can write neither its log nor its files
-                each.last_words += f" ({full})"
-                each.unready_starts = 0
-            if each.unready_starts >= STARTS_MOST:
-                raise RunError(
-                    f"{each.part.name} ended {each.unready_starts} times before it was ready. {tail(each.process)}"
-                )
-            each.pause_s = PAUSE_FIRST_S if now - each.started_at > STEADY_S else each.pause_s
-            each.restart_at = now + each.pause_s
-            logger.error(
-                "action=died process=%s %s; it is started again in %.0f s. It said: %s",
-                each.part.name, each.last_words, each.pause_s, each.reason,
-            )  # fmt: skip
+        if child.restart_at is None:
+            child.ready, child.last_end, child.reason = False, child.process.how_it_ended, reason_of(child.process)
+            child.over = self.stopping or self._may_end(child)
+            if not child.over:
+                self._plan_restart(child, now)
+            elif not self.stopping:
+                logger.info(
+                    "action=ended process=%s %s; it is not started again. Its output ends with: %s",
+                    child.part.name, child.last_end, child.reason,
+                )  # fmt: skip
         elif self.stopping:
-            each.over = True
-        elif now >= each.restart_at:
-            self._reap(each.process)
-            each.began_at = time.time()
-            each.process, each.started_at, each.restart_at = self._spawn(each.part), now, None
-            each.pause_s = min(2 * each.pause_s, PAUSE_MOST_S)
-            each.restarts += 1
-            each.unready_starts += 1
+            child.over = True
+        elif now >= child.restart_at:
+            self._reap(child.process)
+            child.process, child.restart_at = self._spawn(child.part), None
+            child.began_at, child.started_at = time.time(), now
+            child.pause_s = min(2 * child.pause_s, PAUSE_MOST_S)
+            child.restarts += 1
+
+    def _plan_restart(self, child: Supervised, now: float) -> None:
+        child.failures += 1
+        if self._logs and (full := full_disk(self._logs)):  # it can write neither its log nor its files
+            child.last_end += f" ({full})"
+            child.failures = 0
+        if child.failures >= self._failures_most:
+            times = f", {child.failures} times in a row" if child.failures > 1 else ""
+            raise RunError(f"the {child.part.name} {child.last_end}{times}. {tail(child.process)}")
+        child.pause_s = PAUSE_FIRST_S if now - child.started_at > STEADY_S else child.pause_s
+        child.restart_at = now + child.pause_s
+        logger.error(
+            "action=died process=%s %s; it is started again in %.0f s. Its output ends with: %s",
+            child.part.name, child.last_end, child.pause_s, child.reason,
+        )  # fmt: skip
 
     @staticmethod
-    def _may_end(each: Supervised) -> bool:
-        code = each.process.exit_code
-        if each.part.ends == "run":  # a refusal is final, an unexpected error is not
-            return code is not None and code >= 0 and TRACEBACK not in each.process.output_tail
-        return each.part.ends == "done" and code == 0
+    def _may_end(child: Supervised) -> bool:
+        code = child.process.exit_code
+        if child.part.ends == "run":  # a refusal is final, an unexpected error is not
+            return code is not None and code >= 0 and TRACEBACK not in child.process.output_tail
+        return child.part.ends == "done" and code == 0
 
     def _bound_logs(self) -> None:
         """The process goes on writing at the end of the emptied file: logs are opened for appending."""
-        for each in self.parts.values():
-            log = each.process.log
+        for child in self.parts.values():
+            log = child.process.log
             if log.stat().st_size > LOG_BYTES:
                 try:
                     shutil.copyfile(log, log.with_suffix(".log.1"))
@@ -198,7 +208,7 @@ class Supervisor:
                     continue
                 with log.open("r+b") as file:
                     file.truncate(0)
-                each.process.log_start = 0
+                child.process.log_start = 0
 
 
 def last_line(process: ChildProcess) -> str:

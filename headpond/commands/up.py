@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headpond.commands.facts import Fact
-from headpond.commands.output import CONFIG_HELP, Json, print_facts, print_json, showing_run
+from headpond.commands.output import CONFIG_HELP, Json, print_end, showing_run
 
 if TYPE_CHECKING:
-    from headpond.commands.up.lifecycle import Options, Up
+    from headpond.commands.launcher.local_run import LocalRun
+    from headpond.config import RunConfig
 
 
 def up(
@@ -37,21 +38,21 @@ def up(
 
     settings = configuration.load(config, flags={"run_dir": run_dir, "steps": steps})
     from headpond.commands.interrupts import Interrupts
-    from headpond.commands.up.lifecycle import Options, Up
+    from headpond.commands.launcher.local_run import LocalRun, Options
 
     if config is None and CONFIG_VARIABLE in os.environ:
         config = Path(os.environ[CONFIG_VARIABLE])
-    variables = {"HEADPOND_STEPS": str(steps)} if steps else {}
+    environment = {**os.environ, **({"HEADPOND_STEPS": str(steps)} if steps else {})}
     settings = settings.model_copy(update={"run_dir": settings.run_dir.resolve()})
-    options = Options(config=config, settings=settings, workers=workers, joined=join, variables=variables)
-    process = Up(options, Interrupts())
-    with showing_run(as_json=as_json, more_facts=process.facts) as on_status:
-        process.run(on_status)
-    if process.status:
-        _print_end(options, process, as_json=as_json)
+    options = Options(config=config, settings=settings, environment=environment, workers=workers, joined=join)
+    run = LocalRun(options, Interrupts())
+    with showing_run(as_json=as_json, more_facts=lambda: run.facts) as on_status:
+        run.run(on_status)
+    if run.status:
+        _print_end(settings, run, as_json=as_json)
 
 
-def _print_end(options: "Options", process: "Up", *, as_json: bool) -> None:
+def _print_end(settings: "RunConfig", run: "LocalRun", *, as_json: bool) -> None:
     from headpond.commands import curve
     from headpond.commands.audit import checksum_progress
     from headpond.commands.run import summary
@@ -61,14 +62,10 @@ def _print_end(options: "Options", process: "Up", *, as_json: bool) -> None:
 
     logging.getLogger("headpond").setLevel(logging.WARNING)
     with checksum_progress() as progress:
-        result: dict[str, Any] = audit_at_end(options.run_dir, progress)
+        result: dict[str, Any] = audit_at_end(settings.run_dir, progress)
     result |= {"files_from": 0}  # those were read by the orchestrator's own audit, a moment ago
-    report = write_report([options.run_dir])
-    if as_json:
-        print_json({**process.status, "audit": result, "restarts": process.restarts, "report": str(report)})
-    else:
-        batches = open_store(options.settings.store_url).location("batches")
-        reward = curve.first_and_last(options.run_dir)
-        print_facts([*summary(process.status, result, batches, reward=reward), Fact("report", str(report))])
-    if not result["balanced"]:
-        raise typer.Exit(1)
+    report = write_report([settings.run_dir])
+    content = {**run.status, "audit": result, "restarts": run.restarts, "report": str(report)}
+    batches = open_store(settings.store_url).location("batches")
+    lines = summary(run.status, result, batches, reward=curve.first_and_last(settings.run_dir))
+    print_end(content, [*lines, Fact("report", str(report))], balanced=result["balanced"], as_json=as_json)

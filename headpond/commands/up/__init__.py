@@ -1,1 +1,0 @@
-"""`headpond up`: every process that a run needs on this machine, supervised from one terminal."""
