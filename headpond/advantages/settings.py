@@ -1,5 +1,6 @@
 """The section `[advantages]`, and the recipe that its names resolve to."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
@@ -7,7 +8,6 @@ from typing import Annotated
 from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from headpond.advantages.estimators import ESTIMATORS, Estimator, Parameters, Whitening, built_in
-from headpond.advantages.loading import load_estimator, load_shaping
 from headpond.advantages.shaping import (
     Shaping,
     punish_overlong,
@@ -17,7 +17,7 @@ from headpond.advantages.shaping import (
     unshaped,
 )
 from headpond.errors import ConfigError
-from headpond.registry import is_custom, unknown
+from headpond.registry import Facts, checked_function, import_attribute, is_custom, lookup, unknown
 from headpond.sections import Reader, Section, read_by
 
 SHAPINGS = ("none", "tokens", "turns", "linear", "overlong")
@@ -130,3 +130,38 @@ def resolve(settings: AdvantageSettings, *, group_size: int) -> Recipe:
         shaping=load_shaping(settings.length_shaping, shapings),
         group_size=group_size,
     )
+
+
+def load_estimator(
+    name: str, built_in: Mapping[str, Estimator] = ESTIMATORS, *, setting: str = "advantages.estimator"
+) -> Estimator:
+    """The built-in one, or the `Estimator` or function of `module:attribute`."""
+    if not is_custom(name):
+        return lookup(built_in, name, setting=setting)
+    found, what = import_attribute(name, setting=setting), f"{setting} = {name!r}"
+    if not isinstance(found, Estimator):
+        return Estimator(group=checked_function(found, "group", what=what))
+    checked_function(found.group, "group", what=f"{what}: `group`")
+    if found.batch is not None:
+        arguments = ("batch",) if found.state is None else ("batch", "state")
+        advice = ", or give the Estimator a `state`" if found.state is None else ""
+        checked_function(found.batch, *arguments, what=f"{what}: `batch`", advice=advice)
+    elif found.state is not None:
+        raise ConfigError(f"{what} has a state and no batch phase: set `batch`, a function of (batch, state)")
+    return found
+
+
+def check_estimator(name: str, *, setting: str) -> Facts:
+    return {"batch_phase": load_estimator(name, setting=setting).batch is not None}
+
+
+def load_shaping(name: str, built_in: Mapping[str, Shaping], *, setting: str = "advantages.length_shaping") -> Shaping:
+    """The built-in one, or the function of `module:function`."""
+    if not is_custom(name):
+        return lookup(built_in, name, setting=setting)
+    return checked_function(import_attribute(name, setting=setting), "group", what=f"{setting} = {name!r}")
+
+
+def check_shaping(name: str, *, setting: str) -> Facts:
+    load_shaping(name, {}, setting=setting)
+    return {}

@@ -28,13 +28,12 @@ def why(
     changes nothing. Works without any of them, and for a run that has crashed.
     """
     from headpond.config import redis_address
-    from headpond.inspection import subjects
     from headpond.inspection import why as inspection
 
     if subject is None:
         result = inspection.why(run_dir, redis_address.from_environment())
     else:
-        result = subjects.history(run_dir, subject, redis_address.from_environment())
+        result = inspection.history(run_dir, subject, redis_address.from_environment())
     if as_json:
         print_json(result)
     elif "causes" in result:

@@ -11,7 +11,7 @@ from headpond.registry import NamedCode, check_here, check_in_child, is_custom
 def named_rules(config: RunConfig) -> list[NamedCode]:
     """The rules that are not built in, without filters that are off."""
     named = [
-        NamedCode(setting=f"advantages.{key}", name=name, check=f"headpond.advantages.loading:{check}")
+        NamedCode(setting=f"advantages.{key}", name=name, check=f"headpond.advantages.settings:{check}")
         for key, name, check in (
             ("estimator", config.advantages.estimator, "check_estimator"),
             ("length_shaping", config.advantages.length_shaping, "check_shaping"),
@@ -23,7 +23,7 @@ def named_rules(config: RunConfig) -> list[NamedCode]:
         ("custom_groups", config.filters.custom_groups, "check_group_rule"),
     ):
         named += [
-            NamedCode(setting=f"filters.{key}.{name}.use", name=each.use, check=f"headpond.filters.loading:{check}")
+            NamedCode(setting=f"filters.{key}.{name}.use", name=each.use, check=f"headpond.filters.judging:{check}")
             for name, each in filters.items()
             if each.mode != Mode.OFF
         ]

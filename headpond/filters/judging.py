@@ -1,16 +1,18 @@
 """Builds the filters that the settings select, and applies them: a verdict on a rollout or a group, with the matches
 that decide it. Custom rules are imported from `module:function`."""
 
+import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
+import numpy as np
 from pydantic import Field, model_validator
 
-from headpond.errors import ConfigError
-from headpond.filters.loading import load_group_rule, load_token_rule
+from headpond.error_boundary import described, error_boundary
+from headpond.errors import ConfigError, StageError
 from headpond.filters.rules import (
     Difficulty,
     FindToken,
@@ -24,6 +26,7 @@ from headpond.filters.rules import (
     Stale,
     ZeroVariance,
 )
+from headpond.registry import Facts, checked_function, import_attribute
 from headpond.sections import Reader, Section, read_by
 
 BUILT_IN = ("gibberish", "repetition", "overlong", "stale", "zero_variance", "difficulty")
@@ -155,3 +158,49 @@ def judge_group(group: GroupRewards, filters: Sequence[Filter[MatchGroup]]) -> V
 def count_matches(verdicts: Iterable[Verdict]) -> Counter[str]:
     """Rollouts by filter, in any mode; a rollout counts for every filter that it matches."""
     return Counter(match.filter for verdict in verdicts for match in verdict.matches)
+
+
+def load_token_rule(use: str, *, setting: str) -> FindToken:
+    rule = checked_function(import_attribute(use, setting=setting), "rollout", what=f"{setting} = {use!r}")
+
+    def find(rollout: RolloutTokens) -> int | None:
+        with error_boundary(StageError, f"the filter {use} failed"):
+            token = rule(rollout)
+            return None if token is None else _index(token, len(rollout.input_ids), use)
+
+    return find
+
+
+def load_group_rule(use: str, *, setting: str) -> MatchGroup:
+    rule = checked_function(import_attribute(use, setting=setting), "group", what=f"{setting} = {use!r}")
+
+    def matches(group: GroupRewards) -> bool:
+        with error_boundary(StageError, f"the filter {use} failed"):
+            matched = rule(group)
+            if not isinstance(matched, bool | np.bool_):
+                raise StageError(f"the filter {use} returned {described(matched)}: it must return True or False")
+            return bool(matched)
+
+    return matches
+
+
+def _index(token: Any, tokens: int, use: str) -> int:
+    """0 is also the index in a rollout without tokens, as in the built-in rules."""
+    try:
+        index = -1 if isinstance(token, bool) else operator.index(token)
+    except TypeError:
+        index = -1
+    if not 0 <= index < max(tokens, 1):
+        returned = f"{described(token)} for {tokens} tokens"
+        raise StageError(f"the filter {use} returned {returned}: it must return the index of a token, or None")
+    return index
+
+
+def check_token_rule(name: str, *, setting: str) -> Facts:
+    load_token_rule(name, setting=setting)
+    return {}
+
+
+def check_group_rule(name: str, *, setting: str) -> Facts:
+    load_group_rule(name, setting=setting)
+    return {}

@@ -37,6 +37,7 @@ CHECKS_PER_LIMIT = 4  # so that blocks slightly longer than the limit are caught
 MIN_CHECK_INTERVAL_S = 0.002  # a check takes about 20 us
 MAX_BLOCKERS = 200  # distinct names; further ones are counted as OTHERS
 BLOCKERS_SHOWN = 5
+PLACE_CHARACTERS = 300  # of a worker's blocked code, in a status
 OTHERS = "others"
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
@@ -277,3 +278,24 @@ def _quantile(ordered: NDArray[np.float64], share: float) -> float:
     below = int(position)
     above = min(below + 1, len(ordered) - 1)
     return float(ordered[below] + (position - below) * (ordered[above] - ordered[below]))
+
+
+def blocked_place(thread: int) -> str:
+    """Return what the thread executes: `FUNCTION (FILE:LINE)`."""
+    frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
+    return _shown(blocker_name(frame)) if frame else "an unknown place"
+
+
+def blocked_cause(node: str, blocked_s: object, blocked_at: object) -> str:
+    """Return the cause that a run shows; the worker's `Presence` has the last two."""
+    for_s = f"{blocked_s:.0f}" if isinstance(blocked_s, int | float) else "some"
+    return (
+        f"the event loop of worker {_shown(node)} has been blocked for {for_s} s by {_shown(str(blocked_at))}, and its "
+        "rollouts count as lost: call what blocks there through `await asyncio.to_thread(...)` or `await graded(...)`, "
+        "or use an async library, and restart the worker"
+    )
+
+
+def _shown(text: str) -> str:
+    """Cut a text to its end, which names file and line, and replace its control characters."""
+    return "".join(char if char.isprintable() else "?" for char in text[-PLACE_CHARACTERS:])

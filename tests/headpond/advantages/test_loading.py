@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from headpond.advantages.loading import check_estimator, check_shaping, load_estimator
+from headpond.advantages.settings import check_estimator, check_shaping, load_estimator
 from headpond.errors import ConfigError
 
 MODULE = """
