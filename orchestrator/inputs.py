@@ -1,17 +1,14 @@
 """Job inputs: the files that jobs read from the store. Written before submission, deleted when not needed."""
 
-import logging
-
 from headpond import job_inputs
 from headpond.batches import BatchPlan, BatchRollout
 from headpond.config import RunConfig
-from headpond.errors import BlobError
 from headpond.job_inputs import Content
 from headpond.ledger.states import STEP_JOBS, GroupState, JobKind, RolloutState
 from headpond.messages import BatchPhaseResult, GroupInputs, GroupMember, StepValues
 from headpond.orchestrator.examples.choice import Examples
 from headpond.orchestrator.examples.evaluation import Evaluations
-from headpond.orchestrator.housekeeping import delete
+from headpond.orchestrator.housekeeping import Reported, delete
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.records import (
     ESTIMATOR_STATE,
@@ -24,8 +21,6 @@ from headpond.orchestrator.ledger.records import (
 from headpond.orchestrator.slices import in_slices
 from headpond.runtime.offload import in_io_thread
 from headpond.store import BlobRef, Store, open_store
-
-logger = logging.getLogger("headpond.inputs")
 
 READ_IN_STATES = frozenset({GroupState.SCORING, GroupState.FILTERING, GroupState.ESTIMATING})
 BY_JOB = frozenset({JobKind.DRAW, JobKind.EVALUATION_SCORE})
@@ -48,8 +43,7 @@ class JobInputs:
         self._written: dict[str, Content | None] = dict.fromkeys(job_inputs.keys(self._store, run))
         """files in the store; None for those of an earlier orchestrator"""
         self._look_at = 0
-        self.trouble: str | None = None
-        """why the files cannot be written at present"""
+        self.writing = Reported(f"write to the store {self._store}", "free space or repair it; nothing is lost")
 
     def key(self, job: JobRecord) -> str:
         if job.kind in STEP_JOBS:
@@ -91,21 +85,14 @@ class JobInputs:
         if not wanted:
             return True
         stale = await self._stale() - contents.keys()
-        try:
+        with self.writing:
             await in_io_thread(_write_and_delete, self._store, wanted, stale)
-        except (OSError, BlobError) as error:
-            if self.trouble is None:
-                logger.error("action=store_waits store=%s error=%s", self._store, error)
-            self.trouble = (
-                f"the store {self._store} cannot be written ({error}): "
-                "free space or repair it; jobs wait and nothing is lost"
-            )
+        if self.writing.trouble:
             return False
         async for some in in_slices(list(stale), FORGOTTEN_AT_ONCE):
             for key in some:
                 self._written.pop(key)
         self._written |= wanted
-        self.trouble = None
         return True
 
     async def _stale(self) -> set[str]:
