@@ -1,7 +1,7 @@
 """Job inputs: the files that jobs read from the store. Written before submission, deleted when not needed."""
 
 from headpond import job_inputs
-from headpond.batches import BatchPlan, BatchRollout
+from headpond.batches import BatchPlan
 from headpond.config import RunConfig
 from headpond.job_inputs import Content
 from headpond.ledger.states import STEP_JOBS, GroupState, JobKind, RolloutState
@@ -15,12 +15,11 @@ from headpond.orchestrator.ledger.records import (
     BatchRecord,
     GroupRecord,
     JobRecord,
-    RolloutRecord,
     Value,
 )
 from headpond.orchestrator.slices import in_slices
 from headpond.runtime.offload import in_io_thread
-from headpond.store import BlobRef, Store, open_store
+from headpond.store import Store, open_store
 
 READ_IN_STATES = frozenset({GroupState.SCORING, GroupState.FILTERING, GroupState.ESTIMATING})
 BY_JOB = frozenset({JobKind.DRAW, JobKind.EVALUATION_SCORE})
@@ -29,7 +28,6 @@ READING_KINDS = STEP_JOBS | BY_JOB | {JobKind.SCORE, JobKind.FILTER, JobKind.ADV
 LOOK_ABOVE = 64  # files that may be left although no job reads them: looking for them costs as much as is open
 LOOKED_AT_AT_ONCE = 1_000  # groups: about 1 ms
 FORGOTTEN_AT_ONCE = 100  # files: freeing the contents takes about 0.5 ms. 2,500 at once took 10 ms
-NO_BLOB = BlobRef(key="none", size=0, checksum="")  # of rollouts without files: those of the no-op environment
 
 
 class JobInputs:
@@ -148,65 +146,28 @@ def group_inputs(group: GroupRecord, policy_version: int) -> GroupInputs:
 
 
 def step_values(batch: BatchRecord, state: Value) -> StepValues:
-    """What the batch phase of `batch` reads, in the order of the rollouts' ids: 240 kB for 4,096 of them."""
-    groups = {group.id: group for group in batch.groups}
+    """What the batch phase of `batch` reads."""
+    groups = {group.id: (group.id, group.environment, group.example) for group in batch.groups}
     rollouts = sorted(batch.rollouts(), key=lambda rollout: rollout.id)
     results = [rollout.result for rollout in rollouts if rollout.result]
-    return StepValues(
-        rollouts=[rollout.id for rollout in rollouts],
-        groups=[rollout.group for rollout in rollouts],
-        environments=[groups[rollout.group].environment for rollout in rollouts],
-        examples=[groups[rollout.group].example for rollout in rollouts],
+    return job_inputs.step_values(
+        [rollout.id for rollout in rollouts],
+        [groups[rollout.group] for rollout in rollouts],
+        results,
         values=[rollout.advantage or 0.0 for rollout in rollouts],
-        rewards=[result.reward for result in results],
-        named_rewards=[result.rewards for result in results],
-        failed=[result.policy_error is not None for result in results],
-        agents=[result.agents for result in results],
-        agent_rewards=[result.agent_rewards for result in results],
         credit=[result.credit for result in results],
-        completion_tokens=[result.completion_tokens for result in results],
         state=str(state) if state is not None else None,
     )
 
 
 def batch_plan(config: RunConfig, batch: BatchRecord) -> BatchPlan:
     """What the encoding jobs of `batch` read, and what its manifest names."""
-    settings = config.batch
-    return BatchPlan(
-        step=batch.step,
-        rules=settings.packing_rules(),
-        rollouts=_batch_rollouts(batch),
-        normalise=settings.normalise,
-        logprobs_mode=config.engine.logprobs_mode,
-        fields=settings.declared_fields,
-        format=settings.format,
-        credit=batch.credit,
-    )
-
-
-def _batch_rollouts(batch: BatchRecord) -> tuple[BatchRollout, ...]:
     environments = {group.id: group.environment for group in batch.groups}
-    return tuple(
-        _batch_rollout(rollout, environments[rollout.group], batch.advantages[rollout.id])
-        for rollout in sorted(batch.rollouts(), key=lambda rollout: rollout.id)
-    )
-
-
-def _batch_rollout(rollout: RolloutRecord, environment: str, advantage: float) -> BatchRollout:
-    result = rollout.result
-    assert result is not None, "only generated rollouts are batched"
-    return BatchRollout(
-        rollout=rollout.id,
-        group=rollout.group,
-        env=environment,
-        reward=result.reward,
-        advantage=advantage,
-        version_first=result.version_first,
-        version_last=result.version_last,
-        sample_lengths=result.sample_lengths,
-        columns=result.columns or NO_BLOB,
-        experts=result.experts,
-        masked=rollout.masked,
-        inexact_tokens=result.inexact_tokens,
-        credit=result.credit,
-    )
+    rollouts = [
+        job_inputs.batch_rollout(
+            rollout.id, rollout.group, environments[rollout.group], rollout.result,
+            advantage=batch.advantages[rollout.id], masked=rollout.masked, credit=rollout.result.credit,
+        )
+        for rollout in batch.rollouts() if rollout.result
+    ]  # fmt: skip
+    return job_inputs.batch_plan(config, batch.step, rollouts, batch.credit)

@@ -11,7 +11,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from headpond.config import RunConfig
-from headpond.engines.control import LOADING, START_VERSION, EngineControl, Replica, VersionPoller, reload_advice
+from headpond.engines.control import (
+    LOADING,
+    START_VERSION,
+    EngineControl,
+    Orders,
+    Replica,
+    VersionPoller,
+    reload_advice,
+)
 from headpond.errors import RunError
 from headpond.messages import ABANDONED_LIMIT
 from headpond.orchestrator.composer import COMPOSED_STEP, COMPOSED_VERSION
@@ -197,25 +205,12 @@ class ReplicaWatch:
         }
 
     def refused(self, replica: Replica) -> str | None:
-        """Why it serves nothing that is trained on."""
-        if not replica.answers:
-            return None
-        label, least = replica.label, self.least_version
-        if label is None:
-            return f"{replica.url} does not say which weights it has" if least > START_VERSION else None
-        if label.unfit:
-            return f"{replica.url} calls its weights {label.text!r}: they were not loaded completely"
-        if self.abandoned.held_by(replica):
-            return (
-                f"{replica.url} calls its weights {label.text!r}, and the trainer has gone back to an older "
-                f"checkpoint since: {PUBLISH[self._settings.weight_update]}"
-            )
-        if label.version < least:
-            return (
-                f"{replica.url} calls its weights {label.text!r}, and version {self._version} is published: it has "
-                f"restarted, or was not updated; {PUBLISH[self._settings.weight_update]}"
-            )
-        return None
+        """Why it serves nothing that is trained on, and what follows."""
+        label, abandoned = replica.label, self.abandoned.held_by(replica)
+        why = replica.why_refused(Orders(run=self._run, least_version=self.least_version))
+        if why is None and abandoned:
+            why = f"{replica.url} calls its weights {abandoned!r}, which the trainer has abandoned"
+        return f"{why}: {PUBLISH[self._settings.weight_update]}" if why and not (label and label.unfit) else why
 
     def _has(self, replica: Replica, version: int) -> bool:
         label = replica.label
