@@ -13,6 +13,7 @@ import typer
 from headpond.commands.facts import Fact
 from headpond.commands.modules import TEMPLATES
 from headpond.commands.output import Json, print_facts, print_json
+from headpond.errors import ConfigError
 
 if TYPE_CHECKING:
     from headpond.doctor.engine import Examination
@@ -57,8 +58,6 @@ def init(
     Asks nothing and overwrites nothing. With an engine, its section is what `headpond doctor` finds; with --torch too,
     trainer.py trains its model (examples/grpo_torch.py) and the run loads the weights, so that rewards can rise.
     """
-    from headpond.errors import ConfigError
-
     if torch and not engine:
         raise ConfigError("--torch needs --engine: the model to train is the one that the server has")
     if torch and "/" in torch:  # the trainer is started in another directory
@@ -101,7 +100,6 @@ def _next(commands: list[str]) -> list[Fact]:
 def _command(python: str, weights: str | None) -> str:
     """That of the trainer with torch. ConfigError if it could not begin."""
     from headpond.commands.up.parts import RUN_DIR
-    from headpond.errors import ConfigError
 
     if not weights:
         raise ConfigError("the server does not say where its weights are: copy examples/grpo_torch.py, and name them")
@@ -127,8 +125,6 @@ def learning_rate(weights: Path) -> str:
 
 def _look(python: str, weights: str) -> dict[str, Any]:
     """Which packages a Python has, and the directory of the weights."""
-    from headpond.errors import ConfigError
-
     try:
         done = subprocess.run(
             [python, "-c", LOOK, weights], cwd=START, capture_output=True, text=True, timeout=PYTHON_S, check=False
@@ -147,7 +143,6 @@ def _examined(url: str, *, loads_weights: bool) -> "Examination":
 
     from headpond import config
     from headpond.doctor.engine import Examination
-    from headpond.errors import ConfigError
     from headpond.runtime.event_loop import event_loop_factory
 
     flags = {"engine.urls": url, **({"engine.weight_update": "headpond"} if loads_weights else {})}
