@@ -26,7 +26,7 @@ from headpond.config.sessions import Sessions
 from headpond.errors import ConfigError
 from headpond.fields import DTYPES, FieldSource, FieldType, Per, TrainerField
 from headpond.filters import FilterSettings
-from headpond.runtime.loop_lag import LagLimits, LagTrace, LoopLag, Publish
+from headpond.runtime.loop_lag import LagTrace, LoopLag, Publish
 from headpond.sections import COMMAS, FIXED, OF_HOST, Declared, Port, Reader, Section, read_by
 from headpond.store import open_store
 
@@ -248,26 +248,19 @@ class Recovery(Section):
 
 
 class Lag(Section):
-    """How the lag of every event loop is measured. Above any limit, the log line is a warning."""
+    """How the lag of every event loop is measured."""
 
     declared = Declared(read_by=(Reader.ORCHESTRATOR, Reader.ROLLOUTS, Reader.SESSIONS), of_host=True)
 
     interval_s: Annotated[float, Field(gt=0, le=0.1)] = 0.05
     """Seconds between two measurements."""
-    p90_s: PositiveFloat = 0.05
-    """Limit of the 90th percentile, in seconds."""
-    p99_s: PositiveFloat = 0.25
-    """Limit of the 99th percentile, in seconds."""
-    max_s: PositiveFloat = 1.0
-    """Limit of the longest lag, in seconds."""
     trace_s: PositiveFloat | None = None
     """Code that blocks a loop for longer than this many seconds is named in the log and in `headpond status`.
     Default: off."""
 
     def watch(self, process: str, publish: Publish | None = None) -> LoopLag:
-        limits = LagLimits(p90_s=self.p90_s, p99_s=self.p99_s, max_s=self.max_s)
         trace = LagTrace(self.trace_s) if self.trace_s else None
-        return LoopLag(process=process, interval_s=self.interval_s, limits=limits, publish=publish, trace=trace)
+        return LoopLag(process=process, interval_s=self.interval_s, publish=publish, trace=trace)
 
 
 class Http(Section):

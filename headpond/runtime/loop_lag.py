@@ -39,19 +39,9 @@ MAX_BLOCKERS = 200  # distinct names; further ones are counted as OTHERS
 BLOCKERS_SHOWN = 5
 PLACE_CHARACTERS = 300  # of a worker's blocked code, in a status
 OTHERS = "others"
+LIMITS_S = {"p90_s": 0.05, "p99_s": 0.25, "max_s": 1.0}
+"""A window that exceeds any of them is logged as a warning."""
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-
-
-@dataclass(frozen=True, kw_only=True)
-class LagLimits:
-    """A window that exceeds any of them is logged as a warning."""
-
-    p90_s: float = 0.05
-    p99_s: float = 0.25
-    max_s: float = 1.0
-
-    def exceeded_by(self, summary: LagSummary) -> list[str]:
-        return [name for name in ("p90_s", "p99_s", "max_s") if getattr(summary, name) > getattr(self, name)]
 
 
 class LagTrace:
@@ -146,7 +136,6 @@ class LoopLag:
         process: str,
         interval_s: float = 0.05,
         window_s: float = 10.0,
-        limits: LagLimits = LagLimits(),  # noqa: B008 - frozen
         publish: Publish | None = None,
         trace: LagTrace | None = None,
     ) -> None:
@@ -154,10 +143,8 @@ class LoopLag:
         self._process = process
         self._interval_s = interval_s
         self._window_s = window_s
-        self._limits = limits
         self._publish = publish
         self._trace = trace
-        self._worst_s = 0.0
         # A list: other threads copy it while the loop appends, and copying a deque then may fail.
         self._samples: list[_Sample] = []
         self._samples_max = math.ceil(window_s / interval_s) + 2
@@ -182,10 +169,6 @@ class LoopLag:
         now = time.monotonic()
         return self._summarise(since=now - self._window_s, overdue_s=now - self.last_tick - self._interval_s)
 
-    def worst(self) -> float:
-        """The largest lag since the start, in seconds."""
-        return self._worst_s
-
     def drain(self) -> LagSummary:
         """Since the last call, up to MAX_UNREAD_SAMPLES. Call it on the loop's thread."""
         unread, self._unread = self._unread, _UnreadSamples()
@@ -208,7 +191,6 @@ class LoopLag:
         return max(0.0, now - self.last_tick - self._interval_s)
 
     def _record(self, sample: _Sample) -> None:
-        self._worst_s = max(self._worst_s, sample.lag_s)
         self._unread.add(sample)
         self._samples.append(sample)
         if len(self._samples) >= 2 * self._samples_max:
@@ -246,7 +228,7 @@ class LoopLag:
         )
 
     def _log(self, summary: LagSummary) -> None:
-        exceeded = self._limits.exceeded_by(summary)
+        exceeded = [name for name, limit_s in LIMITS_S.items() if getattr(summary, name) > limit_s]
         values = {
             name: f"{value:.4f}" if isinstance(value, float) else value
             for name, value in asdict(summary).items()
