@@ -9,7 +9,7 @@ import typer
 
 from headpond.commands import facts
 from headpond.commands.facts import Fact
-from headpond.commands.output import Json, print_facts, print_json
+from headpond.commands.output import Json, print_result
 from headpond.commands.status import RunDir
 
 if TYPE_CHECKING:
@@ -33,10 +33,7 @@ def audit(
 
     with checksum_progress() as progress:
         result = audit_run(run_dir, progress, Scope.FULL if full else Scope.NEW_FILES)
-    if as_json:
-        print_json(result)
-    else:
-        print_facts(_facts(result))
+    print_result(result, _facts(result), as_json=as_json)
     if not result["balanced"]:
         raise typer.Exit(1)
 

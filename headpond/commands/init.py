@@ -12,7 +12,7 @@ import typer
 
 from headpond.commands.facts import Fact
 from headpond.commands.modules import TEMPLATES
-from headpond.commands.output import Json, print_facts, print_json
+from headpond.commands.output import Json, print_result
 from headpond.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -85,10 +85,9 @@ def init(
     except OSError as error:
         raise ConfigError(f"cannot write to {directory}: {error.strerror}") from error
     commands = [f"cd {directory}", "headpond doctor run.toml", "headpond try run.toml", "headpond up run.toml"]
-    if as_json:
-        print_json({"directory": str(directory.resolve()), "files": list(FILES), "next": commands})
-    else:
-        print_facts([*(Fact("wrote", str(directory / name)) for name in FILES), *_next(commands)])
+    wrote = [Fact("wrote", str(directory / name)) for name in FILES]
+    content = {"directory": str(directory.resolve()), "files": list(FILES), "next": commands}
+    print_result(content, [*wrote, *_next(commands)], as_json=as_json)
 
 
 def _next(commands: list[str]) -> list[Fact]:

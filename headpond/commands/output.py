@@ -45,6 +45,14 @@ def print_json(content: Mapping[str, Any]) -> None:
     print(orjson.dumps(content, option=orjson.OPT_INDENT_2).decode())
 
 
+def print_result(content: Mapping[str, Any], facts: Iterable[Fact], *, as_json: bool) -> None:
+    """Print `content` as JSON, or the facts of it."""
+    if as_json:
+        print_json(content)
+    else:
+        print_facts(facts)
+
+
 def print_facts(facts: Iterable[Fact]) -> None:
     if on_terminal():
         from rich.console import Console

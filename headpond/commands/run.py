@@ -11,7 +11,7 @@ import typer
 from headpond.commands import curve, facts
 from headpond.commands.audit import checksum_progress, not_read, verdict
 from headpond.commands.facts import Fact
-from headpond.commands.output import CONFIG_HELP, Json, print_facts, print_json, showing_run
+from headpond.commands.output import CONFIG_HELP, Json, print_result, showing_run
 from headpond.commands.status import losses
 
 if TYPE_CHECKING:
@@ -55,11 +55,9 @@ def run(
         status = start.run(settings, on_status=on_status, engine_check=unchecked)
     with checksum_progress() as progress:
         result = audit_at_end(settings.run_dir, progress)
-    if as_json:
-        print_json({**status, "audit": result})
-    else:
-        batches = open_store(settings.store_url).location("batches")
-        print_facts(summary(status, result, batches, reward=curve.first_and_last(settings.run_dir)))
+    batches = open_store(settings.store_url).location("batches")
+    shown = summary(status, result, batches, reward=curve.first_and_last(settings.run_dir))
+    print_result({**status, "audit": result}, shown, as_json=as_json)
     if not result["balanced"]:
         raise typer.Exit(1)
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from headpond.commands.modules import find_modules
-from headpond.commands.output import CONFIG_HELP, Json, print_facts, print_json
+from headpond.commands.output import CONFIG_HELP, Json, print_result
 
 MOST_EXAMPLES = 1000
 
@@ -52,10 +52,8 @@ def try_environments(
         trial = tried_rollouts.Trial(settings.model_copy(update=update), names, range(first, first + examples))
         with asyncio.Runner(loop_factory=event_loop_factory(concurrency=tried_rollouts.AT_ONCE)) as runner:
             played = runner.run(trial.play(print_as_played=not as_json))
-    if as_json:
-        weights = {url: label.text for url, label in trial.weights.items()}
-        print_json({"rollouts": [vars(rollout) for rollout in played], "weights": weights})
-    else:
-        print_facts(tried_rollouts.totals(played))
+    weights = {url: label.text for url, label in trial.weights.items()}
+    content = {"rollouts": [vars(rollout) for rollout in played], "weights": weights}
+    print_result(content, tried_rollouts.totals(played), as_json=as_json)
     if any(rollout.error for rollout in played):
         raise typer.Exit(1)

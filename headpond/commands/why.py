@@ -8,7 +8,7 @@ import typer
 
 from headpond.commands import facts
 from headpond.commands.facts import Fact
-from headpond.commands.output import Json, print_facts, print_json
+from headpond.commands.output import Json, print_result
 from headpond.commands.status import RunDir, losses
 
 EVENT_CHARACTERS = 200
@@ -34,12 +34,7 @@ def why(
         result = inspection.why(run_dir, redis_address.from_environment())
     else:
         result = inspection.history(run_dir, subject, redis_address.from_environment())
-    if as_json:
-        print_json(result)
-    elif "causes" in result:
-        print_facts(_facts(result))
-    else:
-        print_facts(_history(result))
+    print_result(result, _facts(result) if "causes" in result else _history(result), as_json=as_json)
 
 
 def _facts(result: Mapping[str, Any]) -> Iterator[Fact]:
