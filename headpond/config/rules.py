@@ -19,8 +19,8 @@ def named_rules(config: RunConfig) -> list[NamedCode]:
         if is_custom(name)
     ]
     for key, filters, check in (
-        ("custom", config.filters.custom, "check_token_rule"),
-        ("custom_groups", config.filters.custom_groups, "check_group_rule"),
+        ("custom", config.filters.custom, "load_token_rule"),
+        ("custom_groups", config.filters.custom_groups, "load_group_rule"),
     ):
         named += [
             NamedCode(setting=f"filters.{key}.{name}.use", name=each.use, check=f"headpond.filters.judging:{check}")
@@ -29,7 +29,7 @@ def named_rules(config: RunConfig) -> list[NamedCode]:
         ]
     named += [
         NamedCode(
-            setting=f"environments.{name}.sampler", name=each.sampler, check="headpond.sampling.drawing:check_sampler"
+            setting=f"environments.{name}.sampler", name=each.sampler, check="headpond.sampling.drawing:load_class"
         )
         for name, each in config.environments.items()
         if is_custom(each.sampler)

@@ -26,7 +26,7 @@ from headpond.filters.rules import (
     Stale,
     ZeroVariance,
 )
-from headpond.registry import Facts, checked_function, import_attribute
+from headpond.registry import checked_function, import_attribute
 from headpond.sections import Reader, Section, read_by
 
 BUILT_IN = ("gibberish", "repetition", "overlong", "stale", "zero_variance", "difficulty")
@@ -194,13 +194,3 @@ def _index(token: Any, tokens: int, use: str) -> int:
         returned = f"{described(token)} for {tokens} tokens"
         raise StageError(f"the filter {use} returned {returned}: it must return the index of a token, or None")
     return index
-
-
-def check_token_rule(name: str, *, setting: str) -> Facts:
-    load_token_rule(name, setting=setting)
-    return {}
-
-
-def check_group_rule(name: str, *, setting: str) -> Facts:
-    load_group_rule(name, setting=setting)
-    return {}

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 
 from headpond.error_boundary import described, error_boundary
 from headpond.errors import ConfigError, StageError
-from headpond.registry import Facts, checked_function, import_attribute, is_custom, lookup
+from headpond.registry import checked_function, import_attribute, is_custom, lookup
 from headpond.sampling.samplers import SAMPLERS, PlayedGroup, Sampler
 
 logger = logging.getLogger("headpond.sampling")
@@ -32,11 +32,6 @@ def load_class(name: str, *, setting: str) -> type[Any]:
         raise ConfigError(f"{what} has no method draw(self, count, played, state)")
     checked_function(cast(Any, found).draw, "self", "count", "played", "state", what=f"{what}: `draw`")
     return cast("type[Any]", found)
-
-
-def check_sampler(name: str, *, setting: str) -> Facts:
-    load_class(name, setting=setting)
-    return {}
 
 
 def draw(

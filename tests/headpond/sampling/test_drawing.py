@@ -8,7 +8,7 @@ import pytest
 
 from headpond.errors import ConfigError, StageError
 from headpond.sampling import Drawn, PlayedGroup, draw
-from headpond.sampling.drawing import STATE_LIMIT_BYTES, check_sampler
+from headpond.sampling.drawing import STATE_LIMIT_BYTES, load_class
 
 MODULE = """
 class Hardest:
@@ -98,4 +98,4 @@ def test_options_that_the_class_does_not_take_are_told() -> None:
 )
 def test_a_name_that_is_no_sampler_is_refused_at_start(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_sampler(name, setting="environments.sums.sampler")
+        load_class(name, setting="environments.sums.sampler")
