@@ -210,7 +210,7 @@ bench: setup
 
 # tests/test_docs.py compares the page with the settings.
 docs: setup
-	@$(BIN)/python -m headpond.config.reference > docs/configuration.md
+	@PYTHONPATH=tests $(BIN)/python -m support.configuration_page > docs/configuration.md
 
 clean:
 	@rm -rf $(VENV) $(VERIFIERS) $(SINKS) $(VLLM) $(VLLM_ROUTES) $(TORCH) $(WHEELS) $(AGENTS_ALL) $(AGENTS_NODE) build *.egg-info

@@ -10,6 +10,7 @@ import typer
 
 from bench import ROOT
 from bench.harness.report import Report
+from bench.harness.target_bars import target_bars
 from headpond.commands.output import Json, print_json
 
 
@@ -76,16 +77,9 @@ def bench(
     else:
         print_report(report)
     if plot:
-        draw(report, plot)
+        plot.write_text(target_bars(report))
     if strict and not report.met:
         raise typer.Exit(1)
-
-
-def draw(report: Report, path: Path) -> None:
-    from headpond.commands.plots import target_bars
-
-    targets = [(f"{each.name} ({each.sense})", each.value, each.limit, each.met) for each in report.targets]
-    path.write_text(target_bars(f"python -m bench {report.bench}", targets))
 
 
 def print_report(report: Report) -> None:

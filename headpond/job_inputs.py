@@ -5,17 +5,20 @@ and at every retry, because the job may have failed for a missing file. A batch 
 others: the advantages of a step, which the orchestrator reads, and those of its turns, which it only names.
 """
 
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from pydantic import ValidationError
 
-from headpond.batches import BatchPlan, json_records
+from headpond.batches import BatchPlan, BatchRollout, json_records
+from headpond.config import RunConfig
 from headpond.errors import BlobCorrupt, BlobMissing
-from headpond.messages import DrawInputs, GroupInputs, StepAdvantages, StepValues, WireModel
-from headpond.store import Store
+from headpond.messages import DrawInputs, GroupInputs, RolloutResult, StepAdvantages, StepValues, WireModel
+from headpond.store import BlobRef, Store
 from headpond.store.base import KEY
 
 FOLDER = "plans"
+NO_BLOB = BlobRef(key="none", size=0, checksum="")  # of rollouts without files: those of the no-op environment
 Content = GroupInputs | DrawInputs | StepValues | StepAdvantages | BatchPlan
 Model = TypeVar("Model", bound=WireModel)
 
@@ -44,6 +47,77 @@ def advantages_key(run: str, step: int, formation: int, execution: str) -> str:
 def step_credit_key(run: str, step: int, formation: int, execution: str) -> str:
     """The advantages of a step's turns, which its batch phase wrote; read by the encoding jobs."""
     return f"{FOLDER}/{run}.step_{step:06d}.{formation}.credit.{execution}.json"
+
+
+def step_values(
+    rollouts: Sequence[str],
+    groups: Sequence[tuple[str, str, int]],
+    results: Sequence[RolloutResult],
+    *,
+    values: Sequence[float],
+    credit: Sequence[str | None],
+    state: str | None,
+) -> StepValues:
+    """Build what a batch phase reads. `groups`: (id, environment, example) of each rollout; `values`: by the estimator.
+
+    240 kB for 4,096 rollouts, in the order of their ids.
+    """
+    return StepValues(
+        rollouts=list(rollouts),
+        groups=[group for group, _, _ in groups],
+        environments=[environment for _, environment, _ in groups],
+        examples=[example for _, _, example in groups],
+        values=list(values),
+        rewards=[result.reward for result in results],
+        named_rewards=[result.rewards for result in results],
+        failed=[result.policy_error is not None for result in results],
+        agents=[result.agents for result in results],
+        agent_rewards=[result.agent_rewards for result in results],
+        credit=list(credit),
+        completion_tokens=[result.completion_tokens for result in results],
+        state=state,
+    )
+
+
+def batch_plan(config: RunConfig, step: int, rollouts: Iterable[BatchRollout], credit: str | None) -> BatchPlan:
+    """Build the plan of a step, which its encoding jobs read and its manifest names."""
+    return BatchPlan(
+        step=step,
+        rules=config.batch.packing_rules(),
+        rollouts=tuple(rollouts),
+        normalise=config.batch.normalise,
+        logprobs_mode=config.engine.logprobs_mode,
+        fields=config.batch.declared_fields,
+        format=config.batch.format,
+        credit=credit,
+    )
+
+
+def batch_rollout(
+    rollout: str,
+    group: str,
+    environment: str,
+    result: RolloutResult,
+    *,
+    advantage: float,
+    masked: bool,
+    credit: str | None,
+) -> BatchRollout:
+    return BatchRollout(
+        rollout=rollout,
+        group=group,
+        env=environment,
+        reward=result.reward,
+        advantage=advantage,
+        version_first=result.version_first,
+        version_last=result.version_last,
+        sample_lengths=result.sample_lengths,
+        columns=result.columns or NO_BLOB,
+        experts=result.experts,
+        masked=masked,
+        inexact_tokens=result.inexact_tokens,
+        credit=credit,
+    )
 
 
 def keys(store: Store, run: str) -> set[str]:

@@ -23,7 +23,6 @@ from headpond.store.base import is_key
 
 MESSAGE_LIMIT_BYTES = 4096
 REPLY_LIMIT_BYTES = 1 << 20  # of a group's scores, which grow with `rollouts.group_size`
-ROLLOUT_REPLY_BYTES = 4864  # of a rollout's reply with as many metrics, samples and names as it may have
 GRACE_S = 20.0  # for a body to store its results after its own time-out
 ERROR_CHARACTERS = 600  # a cause and what to do; the traceback stays in the worker's log
 METRICS_LIMIT = 37

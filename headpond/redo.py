@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headpond import config as configuration
+from headpond import job_inputs
 from headpond.advantages import resolve
 from headpond.batches import BatchPlan, BatchRollout, EncodedRank, Manifest, read_manifest
 from headpond.batches.credit import credit_key
@@ -23,11 +24,12 @@ from headpond.filters import judge, rollout_filters
 from headpond.ids import GroupId
 from headpond.inspection import run_json
 from headpond.ledger import histories, pages, queries, schema
-from headpond.messages import GroupInputs, GroupMember, RolloutResult, StepAdvantages, StepValues
+from headpond.messages import GroupInputs, GroupMember, RolloutResult, StepAdvantages
 from headpond.stages import estimate_group, estimate_step, read_tokens
 from headpond.store import open_store
+from headpond.store.base import BlobRef, Bytes, Store
+from headpond.store.files import FileStore
 from headpond.store.opening import run_store_url
-from headpond.store.read_through import ReadThroughStore
 
 CHANGEABLE = ("filters.", "advantages.", "batch.", "vocab_size")
 READ = (*CHANGEABLE, "rollouts.group_size", "engine.logprobs_mode")
@@ -93,6 +95,17 @@ class Member:
     """of the token filters; None if its tokens are deleted"""
 
 
+class ReadThroughStore(FileStore):
+    """A directory of this process over the run's store, from which blobs are read."""
+
+    def __init__(self, url: str, source: Store) -> None:
+        super().__init__(url)
+        self._source = source
+
+    def open(self, ref: BlobRef, *, verify: bool = True) -> Bytes:
+        return self._source.open(ref, verify=verify)
+
+
 class Redo:
     def __init__(self, run_dir: Path, changes: Sequence[str] = ()) -> None:
         """`changes`: `setting=value`, as in TOML."""
@@ -135,7 +148,8 @@ class Redo:
             )
             final = self._final(scratch, step, packed, verdicts)
             verdicts |= {id: replace(verdicts[id], advantage=number) for id, number in final.advantages.items()}
-            plan = self._plan(manifest, packed, verdicts, final.credit)
+            rollouts = [_batch_rollout(member, verdicts[member.id]) for member in packed]
+            plan = job_inputs.batch_plan(self._config, step, rollouts, final.credit)
             files = range(plan.rules.data_ranks) if plan.rollouts else ()
             ranks = [encode_rank(scratch, plan, data_rank=rank, execution=EXECUTION) for rank in files]
         return RedoneStep(
@@ -208,38 +222,15 @@ class Redo:
         if not recipe.has_batch_phase or not packed:
             return StepAdvantages(advantages=first, state=None)
         before = read_manifest(self._store, step - 1) if step else None
-        results = [member.result for member in packed]
-        inputs = StepValues(
-            rollouts=[member.id for member in packed],
-            groups=[member.row["group"] for member in packed],
-            environments=[member.row["environment"] for member in packed],
-            examples=[member.row["example"] for member in packed],
+        inputs = job_inputs.step_values(
+            [member.id for member in packed],
+            [(member.row["group"], member.row["environment"], member.row["example"]) for member in packed],
+            [member.result for member in packed],
             values=list(first.values()),
-            rewards=[result.reward for result in results],
-            named_rewards=[result.rewards for result in results],
-            failed=[result.policy_error is not None for result in results],
-            agents=[result.agents for result in results],
-            agent_rewards=[result.agent_rewards for result in results],
             credit=[verdicts[member.id].credit for member in packed],
-            completion_tokens=[result.completion_tokens for result in results],
             state=before.estimator_state if before else None,
         )
         return estimate_step(scratch, inputs, self._config, credit=STEP_CREDIT)
-
-    def _plan(
-        self, manifest: Manifest, packed: list[Member], verdicts: Mapping[str, Verdict], credit: str | None
-    ) -> BatchPlan:
-        batch = self._config.batch
-        return BatchPlan(
-            step=manifest.plan.step,
-            rules=batch.packing_rules(),
-            rollouts=tuple(_batch_rollout(member, verdicts[member.id]) for member in packed),
-            normalise=batch.normalise,
-            logprobs_mode=self._config.engine.logprobs_mode,
-            fields=batch.declared_fields,
-            format=batch.format,
-            credit=credit,
-        )
 
     def _compared(self, member: Member, now: Verdict) -> Redone:
         row = member.row
@@ -301,23 +292,11 @@ def _results(connection: sqlite3.Connection, group: str) -> list[tuple[pages.Row
 
 
 def _batch_rollout(member: Member, verdict: Verdict) -> BatchRollout:
-    result = member.result
-    assert result.columns is not None, "rollouts without tokens are not packed"
-    return BatchRollout(
-        rollout=member.id,
-        group=member.row["group"],
-        env=member.row["environment"],
-        reward=result.reward,
-        advantage=verdict.advantage or 0.0,
-        version_first=result.version_first,
-        version_last=result.version_last,
-        sample_lengths=result.sample_lengths,
-        columns=result.columns,
-        experts=result.experts,
-        masked=verdict.masked,
-        inexact_tokens=result.inexact_tokens,
-        credit=verdict.credit,
-    )
+    row, advantage = member.row, verdict.advantage or 0.0
+    return job_inputs.batch_rollout(
+        member.id, row["group"], row["environment"], member.result,
+        advantage=advantage, masked=verdict.masked, credit=verdict.credit,
+    )  # fmt: skip
 
 
 def _credit_key(member: Member) -> str | None:

@@ -35,8 +35,7 @@ class NamedCode:
     setting: str
     name: str
     check: str
-    """`module:function` of Headpond, which loads the code. Called with `name` and `setting`; raises ConfigError. A dict
-    that it returns is facts."""
+    """`module:function` of Headpond. Called with `name` and `setting`; returns facts, or what it loaded, or raises."""
     place: str = ""
     """File and line, variable or flag that sets it."""
 
@@ -158,8 +157,9 @@ def main() -> None:
 def _check(named: NamedCode) -> Facts | str:
     """The facts, or what is wrong."""
     try:
-        loaded = import_attribute(named.check, setting=named.setting)(named.name, setting=named.setting)
-        return loaded if isinstance(loaded, dict) else {}
+        check = cast("Callable[..., object]", import_attribute(named.check, setting=named.setting))
+        found = check(named.name, setting=named.setting)
+        return cast(Facts, found) if isinstance(found, dict) else {}
     except ConfigError as error:
         return str(error)
 

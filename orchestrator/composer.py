@@ -22,7 +22,7 @@ from headpond.messages import EncodeResult, StepAdvantages
 from headpond.orchestrator import crash_points
 from headpond.orchestrator.examples.choice import Examples
 from headpond.orchestrator.groups import Groups
-from headpond.orchestrator.housekeeping import delete
+from headpond.orchestrator.housekeeping import Reported, delete
 from headpond.orchestrator.inputs import JobInputs, batch_plan
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.records import BatchRecord, GroupRecord, RolloutRecord
@@ -259,26 +259,22 @@ class Sealer:
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self._store = open_store(config.store_url)
-        self.trouble: str | None = None
-        """why a step cannot be sealed at present"""
+        self.sealing = Reported(
+            f"write a manifest to the store {self._store}",
+            "free space or repair it; nothing is lost",
+            errors=(OSError, BlobUnwritten),
+        )
         self.visible: int | None = None
         """the step whose manifest a trainer may see although sealing it has failed: it must not be formed again"""
 
     async def seal(self, batch: BatchRecord, ranks: list[EncodedRank], *, start_version: int = START_VERSION) -> bool:
         """False when the manifest cannot be written or synced: the step waits and is tried again."""
-        try:
+        with self.sealing:
             await in_io_thread(self._seal, batch, ranks, start_version)
-        except (OSError, BlobUnwritten) as error:
-            self.visible = batch.step if await in_io_thread(self._may_be_visible, batch.step) else None
-            if self.trouble is None:
-                logger.error("action=sealing_waits step=%d error=%s", batch.step, error)
-            self.trouble = (
-                f"the manifest of step {batch.step} cannot be written ({error}): "
-                f"free space in the store {self._store}, or repair it; nothing is lost"
-            )
-            return False
-        self.trouble = self.visible = None
-        return True
+            self.visible = None
+            return True
+        self.visible = batch.step if await in_io_thread(self._may_be_visible, batch.step) else None
+        return False
 
     def _may_be_visible(self, step: int) -> bool:
         """True also if the disk does not tell."""

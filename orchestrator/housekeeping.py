@@ -1,4 +1,4 @@
-"""Housekeeping, which deletes what nothing reads, reports its errors and goes on: a run does not end for a file."""
+"""Duties that report their errors while the run goes on: it does not end for a file that cannot be used at present."""
 
 import logging
 from collections.abc import Iterable
@@ -12,10 +12,18 @@ logger = logging.getLogger("headpond.housekeeping")
 
 
 class Reported:
-    """Context of a duty that may fail: the error is logged when it appears or changes, and the duty is done later."""
+    """Context of a duty that may fail: its trouble is logged when it appears, and the duty is done again later."""
 
-    def __init__(self, duty: str) -> None:
+    def __init__(
+        self,
+        duty: str,
+        then: str = "the run goes on, and it is tried again",
+        errors: tuple[type[Exception], ...] = (OSError, BlobError, LedgerError),
+    ) -> None:
+        """`duty` completes "cannot ..."; `then` is what to do, or what follows; other errors than `errors` pass."""
         self._duty = duty
+        self._then = then
+        self._errors = errors
         self.trouble: str | None = None
         """why it cannot be done at present"""
 
@@ -28,12 +36,11 @@ class Reported:
         if error is None:
             self.trouble = None
             return False
-        if not isinstance(error, OSError | BlobError | LedgerError):
+        if not isinstance(error, self._errors):
             return False
-        trouble = f"cannot {self._duty} ({error}); the run goes on, and it is tried again"
-        if trouble != self.trouble:
-            logger.warning("action=housekeeping_failed %s", trouble)
-        self.trouble = trouble
+        before, self.trouble = self.trouble, f"cannot {self._duty} ({error}): {self._then}"
+        if before is None:
+            logger.warning("action=duty_failed %s", self.trouble)
         return True
 
 

@@ -1,31 +1,25 @@
 """Job inputs: the files that jobs read from the store. Written before submission, deleted when not needed."""
 
-import logging
-
 from headpond import job_inputs
-from headpond.batches import BatchPlan, BatchRollout
+from headpond.batches import BatchPlan
 from headpond.config import RunConfig
-from headpond.errors import BlobError
 from headpond.job_inputs import Content
 from headpond.ledger.states import STEP_JOBS, GroupState, JobKind, RolloutState
 from headpond.messages import BatchPhaseResult, GroupInputs, GroupMember, StepValues
 from headpond.orchestrator.examples.choice import Examples
 from headpond.orchestrator.examples.evaluation import Evaluations
-from headpond.orchestrator.housekeeping import delete
+from headpond.orchestrator.housekeeping import Reported, delete
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.records import (
     ESTIMATOR_STATE,
     BatchRecord,
     GroupRecord,
     JobRecord,
-    RolloutRecord,
     Value,
 )
 from headpond.orchestrator.slices import in_slices
 from headpond.runtime.offload import in_io_thread
-from headpond.store import BlobRef, Store, open_store
-
-logger = logging.getLogger("headpond.inputs")
+from headpond.store import Store, open_store
 
 READ_IN_STATES = frozenset({GroupState.SCORING, GroupState.FILTERING, GroupState.ESTIMATING})
 BY_JOB = frozenset({JobKind.DRAW, JobKind.EVALUATION_SCORE})
@@ -34,7 +28,6 @@ READING_KINDS = STEP_JOBS | BY_JOB | {JobKind.SCORE, JobKind.FILTER, JobKind.ADV
 LOOK_ABOVE = 64  # files that may be left although no job reads them: looking for them costs as much as is open
 LOOKED_AT_AT_ONCE = 1_000  # groups: about 1 ms
 FORGOTTEN_AT_ONCE = 100  # files: freeing the contents takes about 0.5 ms. 2,500 at once took 10 ms
-NO_BLOB = BlobRef(key="none", size=0, checksum="")  # of rollouts without files: those of the no-op environment
 
 
 class JobInputs:
@@ -48,8 +41,7 @@ class JobInputs:
         self._written: dict[str, Content | None] = dict.fromkeys(job_inputs.keys(self._store, run))
         """files in the store; None for those of an earlier orchestrator"""
         self._look_at = 0
-        self.trouble: str | None = None
-        """why the files cannot be written at present"""
+        self.writing = Reported(f"write to the store {self._store}", "free space or repair it; nothing is lost")
 
     def key(self, job: JobRecord) -> str:
         if job.kind in STEP_JOBS:
@@ -91,21 +83,14 @@ class JobInputs:
         if not wanted:
             return True
         stale = await self._stale() - contents.keys()
-        try:
+        with self.writing:
             await in_io_thread(_write_and_delete, self._store, wanted, stale)
-        except (OSError, BlobError) as error:
-            if self.trouble is None:
-                logger.error("action=store_waits store=%s error=%s", self._store, error)
-            self.trouble = (
-                f"the store {self._store} cannot be written ({error}): "
-                "free space or repair it; jobs wait and nothing is lost"
-            )
+        if self.writing.trouble:
             return False
         async for some in in_slices(list(stale), FORGOTTEN_AT_ONCE):
             for key in some:
                 self._written.pop(key)
         self._written |= wanted
-        self.trouble = None
         return True
 
     async def _stale(self) -> set[str]:
@@ -161,65 +146,28 @@ def group_inputs(group: GroupRecord, policy_version: int) -> GroupInputs:
 
 
 def step_values(batch: BatchRecord, state: Value) -> StepValues:
-    """What the batch phase of `batch` reads, in the order of the rollouts' ids: 240 kB for 4,096 of them."""
-    groups = {group.id: group for group in batch.groups}
+    """What the batch phase of `batch` reads."""
+    groups = {group.id: (group.id, group.environment, group.example) for group in batch.groups}
     rollouts = sorted(batch.rollouts(), key=lambda rollout: rollout.id)
     results = [rollout.result for rollout in rollouts if rollout.result]
-    return StepValues(
-        rollouts=[rollout.id for rollout in rollouts],
-        groups=[rollout.group for rollout in rollouts],
-        environments=[groups[rollout.group].environment for rollout in rollouts],
-        examples=[groups[rollout.group].example for rollout in rollouts],
+    return job_inputs.step_values(
+        [rollout.id for rollout in rollouts],
+        [groups[rollout.group] for rollout in rollouts],
+        results,
         values=[rollout.advantage or 0.0 for rollout in rollouts],
-        rewards=[result.reward for result in results],
-        named_rewards=[result.rewards for result in results],
-        failed=[result.policy_error is not None for result in results],
-        agents=[result.agents for result in results],
-        agent_rewards=[result.agent_rewards for result in results],
         credit=[result.credit for result in results],
-        completion_tokens=[result.completion_tokens for result in results],
         state=str(state) if state is not None else None,
     )
 
 
 def batch_plan(config: RunConfig, batch: BatchRecord) -> BatchPlan:
     """What the encoding jobs of `batch` read, and what its manifest names."""
-    settings = config.batch
-    return BatchPlan(
-        step=batch.step,
-        rules=settings.packing_rules(),
-        rollouts=_batch_rollouts(batch),
-        normalise=settings.normalise,
-        logprobs_mode=config.engine.logprobs_mode,
-        fields=settings.declared_fields,
-        format=settings.format,
-        credit=batch.credit,
-    )
-
-
-def _batch_rollouts(batch: BatchRecord) -> tuple[BatchRollout, ...]:
     environments = {group.id: group.environment for group in batch.groups}
-    return tuple(
-        _batch_rollout(rollout, environments[rollout.group], batch.advantages[rollout.id])
-        for rollout in sorted(batch.rollouts(), key=lambda rollout: rollout.id)
-    )
-
-
-def _batch_rollout(rollout: RolloutRecord, environment: str, advantage: float) -> BatchRollout:
-    result = rollout.result
-    assert result is not None, "only generated rollouts are batched"
-    return BatchRollout(
-        rollout=rollout.id,
-        group=rollout.group,
-        env=environment,
-        reward=result.reward,
-        advantage=advantage,
-        version_first=result.version_first,
-        version_last=result.version_last,
-        sample_lengths=result.sample_lengths,
-        columns=result.columns or NO_BLOB,
-        experts=result.experts,
-        masked=rollout.masked,
-        inexact_tokens=result.inexact_tokens,
-        credit=result.credit,
-    )
+    rollouts = [
+        job_inputs.batch_rollout(
+            rollout.id, rollout.group, environments[rollout.group], rollout.result,
+            advantage=batch.advantages[rollout.id], masked=rollout.masked, credit=rollout.result.credit,
+        )
+        for rollout in batch.rollouts() if rollout.result
+    ]  # fmt: skip
+    return job_inputs.batch_plan(config, batch.step, rollouts, batch.credit)

@@ -152,9 +152,9 @@ class Orchestrator:
             next_step=self.next_step.status,
             troubles=lambda: [
                 self.broker.trouble, self.ledger.trouble, *self.gates.troubles, self.groups.causes.trouble,
-                self.submitter.inputs.trouble,
-                self.sealer.trouble, self.planner.trouble, *self.trainer.troubles, self.metrics.trouble,
-                self.evaluations_file.trouble, self.releaser.trouble, self.sweeper.trouble, *self.engine.troubles,
+                self.submitter.inputs.writing.trouble, self.sealer.sealing.trouble, self.planner.trouble,
+                *self.trainer.troubles, self.metrics.writing.trouble, self.evaluations_file.writing.trouble,
+                self.releaser.releasing.trouble, self.sweeper.sweeping.trouble, *self.engine.troubles,
                 *self.weights.troubles, self.engine_check.trouble, self.trainer.last_broadcast if self.done else None,
             ],
         )  # fmt: skip

@@ -42,11 +42,7 @@ class Releaser:
         self._trainer = trainer
         self._published_in = config.prime_rl_dir
         self._lock = asyncio.Lock()
-        self._releasing = Reported("delete the files of trained steps")
-
-    @property
-    def trouble(self) -> str | None:
-        return self._releasing.trouble
+        self.releasing = Reported("delete the files of trained steps")
 
     @property
     def notes(self) -> list[str]:
@@ -63,7 +59,7 @@ class Releaser:
             unwanted, self._ledger.unwanted_blobs = self._ledger.unwanted_blobs, []
             if unwanted:
                 await in_io_thread(delete, self._store, unwanted)
-            with self._releasing:
+            with self.releasing:
                 for counter, first_kept in releasable(self._settings, self._trainer.state).items():
                     for step in range(self._ledger.number(counter), first_kept):
                         await self._release(step, counter)
@@ -190,16 +186,12 @@ class Sweeper:
         self._rollouts = ids.run_directory(run)
         self._ledger = ledger
         self._lock = asyncio.Lock()
-        self._sweeping = Reported("sweep the store")
-
-    @property
-    def trouble(self) -> str | None:
-        return self._sweeping.trouble
+        self.sweeping = Reported("sweep the store")
 
     async def run_once(self) -> int:
         """The number of deleted files; 0 if they cannot be listed at present."""
         async with self._lock:
-            with self._sweeping:
+            with self.sweeping:
                 return await self._run_once()
         return 0
 

@@ -2,8 +2,11 @@
 
 import asyncio
 import contextlib
+import faulthandler
 import logging
+import signal
 import socket
+import sys
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
@@ -22,7 +25,7 @@ from headpond.orchestrator.reporting.reporter import StatusCallback, ignore_stat
 from headpond.orchestrator.shutdown import StopRequests
 from headpond.orchestrator.trainer import trainer_state
 from headpond.orchestrator.workforce import attendance
-from headpond.runtime import garbage, stacks
+from headpond.runtime import garbage
 from headpond.runtime.event_loop import event_loop_factory
 from headpond.runtime.lag_summaries import redis_publisher
 
@@ -68,7 +71,7 @@ async def _run(
     batch_phase: bool,
     engine_check: Sequence[str] | None,
 ) -> dict[str, Any]:
-    stacks.show_on_signal(asyncio.get_running_loop())
+    show_stacks_on_signal(asyncio.get_running_loop())
     broker = Broker(config.redis_url)
     await broker.connect(patience_s=config.recovery.redis_patience_s)
     rebuild.rebuild_if_lost(config, lambda: _releasable(config))
@@ -135,3 +138,15 @@ def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The one error that ended the duties: a HeadpondError if there is one."""
     errors = [_cause(error) if isinstance(error, BaseExceptionGroup) else error for error in group.exceptions]
     return next((error for error in errors if isinstance(error, HeadpondError)), errors[0])
+
+
+def show_stacks_on_signal(loop: asyncio.AbstractEventLoop) -> None:
+    """Let `kill -USR1 PID` print the stacks of threads at once, and of tasks when the loop runs again."""
+    loop.add_signal_handler(signal.SIGUSR1, _show_tasks, loop)
+    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)
+
+
+def _show_tasks(loop: asyncio.AbstractEventLoop) -> None:
+    for task in asyncio.all_tasks(loop):
+        task.print_stack(file=sys.stderr)
+    sys.stderr.flush()

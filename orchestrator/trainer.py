@@ -1,6 +1,5 @@
 """The trainer's acknowledgements and policy versions, and how far the run may be ahead of it: files in `trainer/`."""
 
-import logging
 import math
 import time
 from collections.abc import Callable
@@ -12,12 +11,11 @@ from headpond.batches.prime_rl_directory import LAYOUTS, accept_broadcasts, read
 from headpond.config import RunConfig
 from headpond.config.run import Trainer as TrainerSettings
 from headpond.engines.control import reload_advice
-from headpond.errors import BatchError, BlobUnwritten, RunError
+from headpond.errors import BatchError, RunError
+from headpond.orchestrator.housekeeping import Reported
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.records import START
 from headpond.runtime.offload import in_io_thread, to_its_end_in_io_thread
-
-logger = logging.getLogger("headpond.trainer")
 
 AWAITED_S = 5.0  # a run waits less than this for its trainer at every step: not worth reporting
 PUBLISHED = "policy_published"  # key in the ledger
@@ -59,23 +57,16 @@ class Trainer:
         self._written: RunStatus | None = None
         self._awaited_since: float | None = None
         """since when sealing waits for an acknowledgement"""
-        self._unreadable: str | None = None
-        """why the trainer's files cannot be read"""
-        self._unwritable: str | None = None
-        """why a waiting trainer does not see what the run is doing"""
+        self._reading = Reported("read the trainer's progress", errors=(OSError, BatchError))
+        self._writing = Reported("write the status that a waiting trainer reads")
 
     async def read(self) -> None:
         """Apply new acknowledgements and a new policy version, which is lower when a trainer resumes from an older
         checkpoint. RunError if the first one is below the run's start version."""
-        try:
-            state = await in_io_thread(self._read)
-        except (BatchError, OSError) as error:
-            if self._unreadable is None:
-                logger.error("action=trainer_unreadable %s", error)
-            self._unreadable = f"the trainer's progress cannot be read: {error}"
-            return
-        self._unreadable = None
-        state = self._without_held_policy(state)
+        with self._reading:
+            self._apply(self._without_held_policy(await in_io_thread(self._read)))
+
+    def _apply(self, state: TrainerState) -> None:
         if state.policy and not self._ledger.number(PUBLISHED):
             self._check_first(state.policy.version)
         if state.policy and state.policy.version != self._ledger.number("policy_version"):
@@ -118,7 +109,7 @@ class Trainer:
 
     @property
     def troubles(self) -> list[str]:
-        return [cause for cause in (self._unwritable, self._unreadable, self._awaited) if cause]
+        return [cause for cause in (self._writing.trouble, self._reading.trouble, self._awaited) if cause]
 
     @property
     def _awaited(self) -> str | None:
@@ -190,11 +181,6 @@ class Trainer:
         status = RunStatus(why=why, ended=ended, last_step=self._ledger.number("steps_delivered") - 1)
         if status == self._written:
             return
-        try:
+        with self._writing:
             await to_its_end_in_io_thread(write_status, self._run_dir, status)
-        except BlobUnwritten as error:
-            if self._unwritable is None:
-                logger.error("action=trainer_status_unwritten error=%s", error)
-            self._unwritable = f"the status for the trainer cannot be written: {error}"
-            return
-        self._written, self._unwritable = status, None
+            self._written = status

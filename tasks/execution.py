@@ -40,8 +40,8 @@ from headpond.messages import (
 )
 from headpond.queues import WorkerKind
 from headpond.replica_use import ASKED, ReplicaUse
-from headpond.runtime import blocked_loop
 from headpond.runtime.lag_summaries import redis_publisher
+from headpond.runtime.loop_lag import blocked_place
 from headpond.tasks.agreement import Identity, identity, message_headers
 from headpond.tasks.celery_app import settings
 from headpond.tasks.leases import LeaseKeeper
@@ -242,7 +242,7 @@ class AsyncExecutor:
 
     def blocked_at(self) -> str:
         """What the event loop executes at this moment."""
-        return blocked_loop.place(self._loop_thread)
+        return blocked_place(self._loop_thread)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import yaml
 from celery.bin.worker import worker as celery_worker
-from support import advantages, filtering
+from support import advantages, configuration_page, filtering
 from support.cluster import BIN, Cluster, Process, cluster_in
 from support.documents import CONTRIBUTING, GUIDES, LOGS, README, ROOT, Page
 from support.engine_clients import attempt_of, run, stage_of
@@ -26,7 +26,7 @@ from typer.main import get_command
 from headpond.advantages import AdvantageSettings, BatchValues, batch_phase, group_phase, resolve
 from headpond.batches import Batch, BatchReader, MicroBatch
 from headpond.commands.main import app
-from headpond.config import load, reference
+from headpond.config import load
 from headpond.config.engine import EnvironmentSettings
 from headpond.config.rules import check_rules
 from headpond.environments import AgentPolicy, Policy, load_environments
@@ -396,7 +396,7 @@ def test_every_relative_link_resolves(page: Page) -> None:
 def settings_of_the_reference() -> set[str]:
     """`section.key` of every setting, and the sections, read from the generated page."""
     names, section = set[str](), ""
-    for line in reference.page().splitlines():
+    for line in configuration_page.page().splitlines():
         if heading := re.match(r"## `\[(.+)\]`", line):
             section = heading[1].replace(".NAME", "")
             names.add(section)
@@ -437,7 +437,7 @@ def test_every_variable_is_a_setting(page: Page) -> None:
 
 
 def test_the_configuration_page_is_that_of_the_settings() -> None:
-    assert (ROOT / "docs" / "configuration.md").read_text() == reference.page(), "run `make docs`"
+    assert (ROOT / "docs" / "configuration.md").read_text() == configuration_page.page(), "run `make docs`"
 
 
 def test_the_page_of_agents_has_every_variable_and_every_agent() -> None:

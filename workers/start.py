@@ -17,7 +17,7 @@ from headpond.runtime import privacy
 from headpond.store import open_store
 from headpond.tasks import agreement, celery_app
 from headpond.tasks.celery_app import settings
-from headpond.workers import admission, connection, event_batches, remote_control
+from headpond.workers import admission, celery_changes
 
 logger = logging.getLogger("headpond.worker")
 
@@ -27,9 +27,9 @@ def set_up(app: Celery, kind: WorkerKind, pool: str) -> None:
     celery_app.kind = kind
     app.conf.worker_pool = pool
     app.conf.task_queues = [queue for queue in app.conf.task_queues if queue.name in kind.queues]
-    connection.install()
-    event_batches.install(app)
-    remote_control.install(kind)
+    celery_changes.bound_retries()
+    celery_changes.batch_events(app)
+    celery_changes.refuse_remote_control(kind)
     admission.install(app, kind)
 
     def check_and_name(instance: Any, options: dict[str, Any], **_: object) -> None:

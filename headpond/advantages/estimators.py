@@ -8,7 +8,7 @@ have different advantages; `built_in` names them all.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -46,15 +46,6 @@ class Estimator:
     per_turn: bool = False
     """Both functions return a sequence with one array for each rollout, which has one value for each of its turns."""
     min_reward: float = -MAX_REWARD
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parameters:
-    """The settings of `[advantages]` that built-in estimators use."""
-
-    whitening: Whitening = "verl"
-    reward_weights: Mapping[str, float] = field(default_factory=dict[str, float])
-    baseline_decay: float = 0.95
 
 
 def unchanged(group: GroupValues) -> Floats:
@@ -224,11 +215,9 @@ def rae(batch: BatchValues, state: Mapping[str, float], *, decay: float) -> tupl
     return values, baselines
 
 
-def built_in(parameters: Parameters) -> dict[str, Estimator]:
-    """The built-in estimators, by the name in `advantages.estimator`."""
-    whitened = whitening(parameters.whitening)
-    weighted_gdpo = partial(gdpo, weights=parameters.reward_weights)
-    decaying_rae = partial(rae, decay=parameters.baseline_decay)
+def built_in(by: Whitening, *, weights: Mapping[str, float], decay: float) -> dict[str, Estimator]:
+    """The built-in estimators, by the name in `advantages.estimator`, with the settings that some of them use."""
+    whitened, weighted_gdpo, decaying_rae = whitening(by), partial(gdpo, weights=weights), partial(rae, decay=decay)
     return {
         "grpo": Estimator(group=grpo),
         "grpo_leave_one_out": Estimator(group=grpo_leave_one_out),
@@ -250,5 +239,5 @@ def built_in(parameters: Parameters) -> dict[str, Estimator]:
     }
 
 
-ESTIMATORS: Mapping[str, Estimator] = built_in(Parameters())
+ESTIMATORS: Mapping[str, Estimator] = built_in("verl", weights={}, decay=0.95)
 """The built-in estimators with default parameters."""

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_validator
 
-from headpond.advantages.estimators import ESTIMATORS, Estimator, Parameters, Whitening, built_in
+from headpond.advantages.estimators import ESTIMATORS, Estimator, Whitening, built_in
 from headpond.advantages.shaping import (
     Shaping,
     punish_overlong,
@@ -76,12 +76,6 @@ class AdvantageSettings(Section):
             )
         return self
 
-    @property
-    def parameters(self) -> Parameters:
-        return Parameters(
-            whitening=self.whitening, reward_weights=self.reward_weights, baseline_decay=self.baseline_decay
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -124,9 +118,10 @@ def resolve(settings: AdvantageSettings, *, group_size: int) -> Recipe:
             penalty=settings.overlong_penalty,
         ),
     }
+    estimators = built_in(settings.whitening, weights=settings.reward_weights, decay=settings.baseline_decay)
     return Recipe(
         name=settings.estimator,
-        estimator=load_estimator(settings.estimator, built_in(settings.parameters)),
+        estimator=load_estimator(settings.estimator, estimators),
         shaping=load_shaping(settings.length_shaping, shapings),
         group_size=group_size,
     )

@@ -7,7 +7,7 @@ import typer
 
 from headpond.commands import facts
 from headpond.commands.facts import Fact
-from headpond.commands.output import Json, print_facts, print_json
+from headpond.commands.output import Json, print_result
 from headpond.commands.status import RunDir
 
 
@@ -39,7 +39,5 @@ def bundle(
     except OSError as error:
         raise RunError(f"{path} cannot be written: {error.strerror}; name another file with --output") from error
     size = path.stat().st_size
-    if as_json:
-        print_json({"path": str(path.resolve()), "bytes": size, "files": names})
-    else:
-        print_facts([Fact("wrote", f"{path}: {facts.counted(len(names), 'file')}, {size / 1e6:,.2f} MB")])
+    wrote = Fact("wrote", f"{path}: {facts.counted(len(names), 'file')}, {size / 1e6:,.2f} MB")
+    print_result({"path": str(path.resolve()), "bytes": size, "files": names}, [wrote], as_json=as_json)

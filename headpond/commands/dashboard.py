@@ -1,4 +1,4 @@
-"""`headpond dashboard RUN_DIR...`: runs in the browser, read-only, from their directories alone."""
+"""`headpond dashboard RUN_DIR...` and `headpond report RUN_DIR...`: runs in the browser, or as one HTML file."""
 
 import os
 from pathlib import Path
@@ -32,3 +32,20 @@ def dashboard(
     runs = [RunView(directory, tokenizer, may_begin_later=wait) for directory in run_dirs]
     settings = server.Settings(host=host, port=port, secret=os.environ.get(SECRET) or None)
     server.serve(runs, settings, ready=lambda url: print(f"dashboard: {url}", flush=True))
+
+
+def report(
+    run_dirs: RunDirs,
+    out: Annotated[Path | None, typer.Option(help="Default: report.html in the first RUN_DIR.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Directory of a tokenizer, to show the text of single tokens.")
+    ] = None,
+) -> None:
+    """Write one HTML file with the pictures of the dashboard.
+
+    It needs no server and loads nothing: send it, or open it in a browser. It holds the curves, the waterfall, the
+    first page of each kind of rollout, and conversations and tokens of a few groups of the last steps.
+    """
+    from headpond.servers.dashboard.report import write_report
+
+    print(write_report(run_dirs, out, tokenizer=tokenizer))

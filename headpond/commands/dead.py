@@ -7,7 +7,7 @@ import typer
 
 from headpond.commands import facts
 from headpond.commands.facts import Fact
-from headpond.commands.output import Json, print_facts, print_json
+from headpond.commands.output import Json, print_result
 from headpond.commands.status import RunDir
 
 SHOWN = 20  # examples
@@ -30,10 +30,7 @@ def dead(
     from headpond.inspection import dead as inspection
 
     result = inspection.retry(run_dir) if retry else inspection.dead(run_dir)
-    if as_json:
-        print_json(result)
-    else:
-        print_facts(_facts(result))
+    print_result(result, _facts(result), as_json=as_json)
 
 
 def _facts(result: Mapping[str, Any]) -> Iterator[Fact]:

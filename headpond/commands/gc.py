@@ -7,7 +7,7 @@ import typer
 
 from headpond.commands import facts
 from headpond.commands.facts import Fact
-from headpond.commands.output import Json, print_facts, print_json
+from headpond.commands.output import Json, print_result
 from headpond.commands.status import RunDir
 
 
@@ -26,10 +26,7 @@ def gc(
     from headpond.orchestrator.leftovers import collect
 
     result = collect(run_dir, dry_run=dry_run)
-    if as_json:
-        print_json(result)
-    else:
-        print_facts(_facts(result))
+    print_result(result, _facts(result), as_json=as_json)
     if result["troubles"]:
         raise typer.Exit(1)
 

@@ -12,7 +12,8 @@ import typer
 
 from headpond.commands.facts import Fact
 from headpond.commands.modules import TEMPLATES
-from headpond.commands.output import Json, print_facts, print_json
+from headpond.commands.output import Json, print_result
+from headpond.errors import ConfigError
 
 if TYPE_CHECKING:
     from headpond.doctor.engine import Examination
@@ -57,8 +58,6 @@ def init(
     Asks nothing and overwrites nothing. With an engine, its section is what `headpond doctor` finds; with --torch too,
     trainer.py trains its model (examples/grpo_torch.py) and the run loads the weights, so that rewards can rise.
     """
-    from headpond.errors import ConfigError
-
     if torch and not engine:
         raise ConfigError("--torch needs --engine: the model to train is the one that the server has")
     if torch and "/" in torch:  # the trainer is started in another directory
@@ -86,10 +85,9 @@ def init(
     except OSError as error:
         raise ConfigError(f"cannot write to {directory}: {error.strerror}") from error
     commands = [f"cd {directory}", "headpond doctor run.toml", "headpond try run.toml", "headpond up run.toml"]
-    if as_json:
-        print_json({"directory": str(directory.resolve()), "files": list(FILES), "next": commands})
-    else:
-        print_facts([*(Fact("wrote", str(directory / name)) for name in FILES), *_next(commands)])
+    wrote = [Fact("wrote", str(directory / name)) for name in FILES]
+    content = {"directory": str(directory.resolve()), "files": list(FILES), "next": commands}
+    print_result(content, [*wrote, *_next(commands)], as_json=as_json)
 
 
 def _next(commands: list[str]) -> list[Fact]:
@@ -101,7 +99,6 @@ def _next(commands: list[str]) -> list[Fact]:
 def _command(python: str, weights: str | None) -> str:
     """That of the trainer with torch. ConfigError if it could not begin."""
     from headpond.commands.launcher.parts import RUN_DIR
-    from headpond.errors import ConfigError
 
     if not weights:
         raise ConfigError("the server does not say where its weights are: copy examples/grpo_torch.py, and name them")
@@ -127,8 +124,6 @@ def learning_rate(weights: Path) -> str:
 
 def _look(python: str, weights: str) -> dict[str, Any]:
     """Which packages a Python has, and the directory of the weights."""
-    from headpond.errors import ConfigError
-
     try:
         done = subprocess.run(
             [python, "-c", LOOK, weights], cwd=START, capture_output=True, text=True, timeout=PYTHON_S, check=False
@@ -147,7 +142,6 @@ def _examined(url: str, *, loads_weights: bool) -> "Examination":
 
     from headpond import config
     from headpond.doctor.engine import Examination
-    from headpond.errors import ConfigError
     from headpond.runtime.event_loop import event_loop_factory
 
     flags = {"engine.urls": url, **({"engine.weight_update": "headpond"} if loads_weights else {})}

@@ -19,7 +19,6 @@ from headpond.commands import (
     record,
     redis_server,
     redo,
-    report,
     run,
     sessions,
     status,
@@ -74,7 +73,7 @@ app.command("audit")(audit.audit)
 app.command("gc")(gc.gc)
 app.command("redis")(redis_server.redis)
 app.command("dashboard")(dashboard.dashboard)
-app.command("report")(report.report)
+app.command("report")(dashboard.report)
 app.command("redo")(redo.redo)
 app.command("sessions")(sessions.sessions)
 app.command("record")(record.record)

@@ -45,6 +45,14 @@ def print_json(content: Mapping[str, Any]) -> None:
     print(orjson.dumps(content, option=orjson.OPT_INDENT_2).decode())
 
 
+def print_result(content: Mapping[str, Any], facts: Iterable[Fact], *, as_json: bool) -> None:
+    """Print `content` as JSON, or the facts of it."""
+    if as_json:
+        print_json(content)
+    else:
+        print_facts(facts)
+
+
 def print_facts(facts: Iterable[Fact]) -> None:
     if on_terminal():
         from rich.console import Console
@@ -56,11 +64,8 @@ def print_facts(facts: Iterable[Fact]) -> None:
 
 
 def print_end(content: Mapping[str, Any], facts: Iterable[Fact], *, balanced: bool, as_json: bool) -> None:
-    """Print one of both. The exit code is 1 if the run's audit is not balanced."""
-    if as_json:
-        print_json(content)
-    else:
-        print_facts(facts)
+    """Print the result, and exit with 1 if the run's audit is not balanced."""
+    print_result(content, facts, as_json=as_json)
     if not balanced:
         raise typer.Exit(1)
 

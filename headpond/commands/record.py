@@ -9,6 +9,7 @@ from typing import Annotated
 from typer import Argument, Exit, Option
 
 from headpond.commands.output import Json, print_json
+from headpond.errors import ConfigError
 
 STDERR = 2
 
@@ -32,7 +33,6 @@ def record(
 
     from headpond import config as configuration
     from headpond.commands import recorded_program
-    from headpond.errors import ConfigError
 
     if (program := shutil.which(command[0])) is None:
         raise ConfigError(f"there is no program {command[0]!r} to record")
@@ -61,8 +61,6 @@ def record(
 @contextmanager
 def _made(directory: Path) -> Iterator[None]:
     """Made before the program runs, so that nothing is lost behind it; removed if nothing was written."""
-    from headpond.errors import ConfigError
-
     existed = directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headpond.commands.facts import Fact
-from headpond.commands.output import Json, print_facts, print_json
+from headpond.commands.output import Json, print_result
 from headpond.commands.status import RunDir
 
 if TYPE_CHECKING:
@@ -38,10 +38,8 @@ def redo(
     steps = [redo.step(number) for number in ([step] if step is not None else redo.steps())]
     if plot:
         _draw(steps, plot)
-    if as_json:
-        print_json({"changes": redo.changes, "steps": [asdict(each) for each in steps]})
-    else:
-        print_facts(_facts(steps))
+    content = {"changes": redo.changes, "steps": [asdict(each) for each in steps]}
+    print_result(content, _facts(steps), as_json=as_json)
 
 
 def _facts(steps: "list[RedoneStep]") -> Iterator[Fact]:

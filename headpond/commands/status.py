@@ -9,7 +9,7 @@ import typer
 
 from headpond.commands import facts
 from headpond.commands.facts import Fact
-from headpond.commands.output import Json, print_facts, print_json
+from headpond.commands.output import Json, print_result
 
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of the run: run_dir of its configuration.")]
 
@@ -24,10 +24,7 @@ def status(run_dir: RunDir, as_json: Json = False) -> None:
     from headpond.inspection.status import status as read_status
 
     result = read_status(run_dir, redis_address.from_environment())
-    if as_json:
-        print_json(result)
-    else:
-        print_facts(_facts(result))
+    print_result(result, _facts(result), as_json=as_json)
 
 
 def _facts(result: dict[str, Any]) -> Iterator[Fact]:

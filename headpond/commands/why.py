@@ -8,7 +8,7 @@ import typer
 
 from headpond.commands import facts
 from headpond.commands.facts import Fact
-from headpond.commands.output import Json, print_facts, print_json
+from headpond.commands.output import Json, print_result
 from headpond.commands.status import RunDir, losses
 
 EVENT_CHARACTERS = 200
@@ -28,19 +28,13 @@ def why(
     changes nothing. Works without any of them, and for a run that has crashed.
     """
     from headpond.config import redis_address
-    from headpond.inspection import subjects
     from headpond.inspection import why as inspection
 
     if subject is None:
         result = inspection.why(run_dir, redis_address.from_environment())
     else:
-        result = subjects.history(run_dir, subject, redis_address.from_environment())
-    if as_json:
-        print_json(result)
-    elif "causes" in result:
-        print_facts(_facts(result))
-    else:
-        print_facts(_history(result))
+        result = inspection.history(run_dir, subject, redis_address.from_environment())
+    print_result(result, _facts(result) if "causes" in result else _history(result), as_json=as_json)
 
 
 def _facts(result: Mapping[str, Any]) -> Iterator[Fact]:

@@ -4,6 +4,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
+import numpy as np
 from pydantic import (
     Field,
     NonNegativeInt,
@@ -18,18 +19,48 @@ from pydantic import (
 from headpond.advantages import AdvantageSettings
 from headpond.batches.manifest import OWN_COLUMNS
 from headpond.batches.plan import Format, Normalise, Oversize, PackingRules, lost_by_format
-from headpond.config.engine import Engine, EnvironmentName, EnvironmentSettings, Policy
-from headpond.config.evaluation import EvaluationSettings
-from headpond.config.fields import MOST_FIELDS, FieldName, FieldSettings
+from headpond.config.engine import Engine, EnvironmentName, EnvironmentSettings, EvaluationSettings, Policy
 from headpond.config.problems import Source
 from headpond.config.redis_address import canonical
 from headpond.config.sessions import Sessions
 from headpond.errors import ConfigError
-from headpond.fields import FieldSource, TrainerField
+from headpond.fields import DTYPES, FieldSource, FieldType, Per, TrainerField
 from headpond.filters import FilterSettings
-from headpond.runtime.loop_lag import LagLimits, LagTrace, LoopLag, Publish
+from headpond.runtime.loop_lag import LagTrace, LoopLag, Publish
 from headpond.sections import COMMAS, FIXED, OF_HOST, Declared, Port, Reader, Section, read_by
 from headpond.store import open_store
+
+MOST_FIELDS = 32
+FieldName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,39}$")]
+
+
+class FieldSettings(Section):
+    """A field for the trainer, from scores or turns to the micro-batch. See trainers.md, "A field of your own"."""
+
+    declared = read_by(Reader.ORCHESTRATOR, Reader.ROLLOUTS, Reader.SESSIONS, Reader.TRAINER)
+
+    source: FieldSource = "score"
+    """Where its values come from: `Score.columns`, or the turns (`Completion.fields`, or the engine's response)."""
+    per: Per = "token"
+    """Whether every token has a value, or every sample."""
+    dtype: FieldType = "f32"
+    """Type of its values."""
+    default: float | Literal["required"] = 0.0
+    """The value where none is given: context of a turn, padding, rollouts without it. `"required"`: a scored rollout
+    without it fails; padding is 0."""
+
+    def named(self, name: str) -> TrainerField:
+        default = None if self.default == "required" else self.default
+        return TrainerField(name=name, source=self.source, per=self.per, dtype=self.dtype, default=default)
+
+    @model_validator(mode="after")
+    def _check_default(self) -> "FieldSettings":
+        dtype, default = DTYPES[self.dtype], 0.0 if self.default == "required" else self.default
+        limits = np.finfo(dtype) if dtype.kind == "f" else np.iinfo(dtype)
+        if not limits.min <= default <= limits.max or (dtype.kind != "f" and not default.is_integer()):
+            raise ValueError(f"default = {default:g} is not a value of {self.dtype}")
+        return self
+
 
 DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
 WORKERS = (Reader.ROLLOUTS, Reader.COMPUTE)
@@ -217,26 +248,19 @@ class Recovery(Section):
 
 
 class Lag(Section):
-    """How the lag of every event loop is measured. Above any limit, the log line is a warning."""
+    """How the lag of every event loop is measured."""
 
     declared = Declared(read_by=(Reader.ORCHESTRATOR, Reader.ROLLOUTS, Reader.SESSIONS), of_host=True)
 
     interval_s: Annotated[float, Field(gt=0, le=0.1)] = 0.05
     """Seconds between two measurements."""
-    p90_s: PositiveFloat = 0.05
-    """Limit of the 90th percentile, in seconds."""
-    p99_s: PositiveFloat = 0.25
-    """Limit of the 99th percentile, in seconds."""
-    max_s: PositiveFloat = 1.0
-    """Limit of the longest lag, in seconds."""
     trace_s: PositiveFloat | None = None
     """Code that blocks a loop for longer than this many seconds is named in the log and in `headpond status`.
     Default: off."""
 
     def watch(self, process: str, publish: Publish | None = None) -> LoopLag:
-        limits = LagLimits(p90_s=self.p90_s, p99_s=self.p99_s, max_s=self.max_s)
         trace = LagTrace(self.trace_s) if self.trace_s else None
-        return LoopLag(process=process, interval_s=self.interval_s, limits=limits, publish=publish, trace=trace)
+        return LoopLag(process=process, interval_s=self.interval_s, publish=publish, trace=trace)
 
 
 class Http(Section):

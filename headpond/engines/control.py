@@ -17,7 +17,7 @@ from headpond.config.engine import Engine
 from headpond.engines.dialects import load_dialect
 from headpond.engines.dialects.control_calls import Call, ControlCalls
 from headpond.engines.load import METRICS_PATH, Load, read_load
-from headpond.engines.replicas import Replica
+from headpond.engines.replicas import Orders, Replica
 from headpond.engines.weight_labels import FAILED, LOADING, START_VERSION, WeightLabel, label_of
 from headpond.errors import InfrastructureFailure
 from headpond.runtime.cancellation import run_to_completion
@@ -30,6 +30,7 @@ __all__ = [
     "EngineControl",
     "Load",
     "LoadPoller",
+    "Orders",
     "Replica",
     "VersionPoller",
     "WeightLabel",

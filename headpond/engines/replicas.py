@@ -203,20 +203,20 @@ class Replica:
         return None
 
     def why_refused(self, orders: Orders) -> str | None:
-        """Why it serves nothing that is trained on, as far as this process knows."""
+        """Why it serves nothing that is trained on. Workers ask with a job's orders, the run with its own."""
         label = self.label
         if not self.answers:
             return None
         if label is None:
             return f"{self.url} does not say which weights it has" if orders.least_version > START_VERSION else None
         if label.unfit:
-            return f"{self.url} has weights that it calls {label.text!r}: they were not loaded completely"
+            return f"{self.url} calls its weights {label.text!r}: they were not loaded completely"
         if label.run is not None and orders.run and label.run != orders.run:
-            return f"{self.url} has weights of another run, {label.text!r}"
+            return f"{self.url} calls its weights {label.text!r}: another run has loaded them"
         if label.numbered and label.version in orders.abandoned:
-            return f"{self.url} has weights that it calls {label.text!r}, which the trainer has abandoned"
+            return f"{self.url} calls its weights {label.text!r}, which the trainer has abandoned"
         if label.version < orders.least_version:
-            return f"{self.url} has weights that it calls {label.text!r}, older than version {orders.least_version}"
+            return f"{self.url} calls its weights {label.text!r}, older than version {orders.least_version}"
         if label.version < min(self._highest, orders.version) and not self.router:
             return f"{self.url} has gone back from version {self._highest} to {label.text!r}: it has restarted"
         return None

@@ -3,7 +3,6 @@
 import contextlib
 import shutil
 from collections import defaultdict
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,31 +28,18 @@ FROM_LAST_STATUS = ("phase", "stopped_by", "process", "running_s", "step", "step
                     "evaluations", "losses", "next_step", "replicas")  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class RedisView:
-    """What Redis holds of the run."""
-
-    error: str | None = None
-    held: bool = False
-    """an orchestrator of this run holds the lock"""
-    queued: dict[str, Any] | None = None
-    workers: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
-    """worker -> the jobs it runs"""
-    asked: dict[str, str] = field(default_factory=dict[str, str])
-    """job -> the replica that one of its requests waits for"""
-    present: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
-    """worker's node -> what it says of itself (`headpond.tasks.agreement.Presence`)"""
-    event_loop_lag: dict[str, Any] = field(default_factory=dict[str, Any])
-    """process -> its last summary"""
+NOTHING_IN_REDIS: dict[str, Any] = {
+    "queued": None, "workers": {}, "asked": {}, "present_workers": {}, "event_loop_lag": {}
+}  # fmt: skip
 
 
 def status(directory: Path, redis_url: str | None = None) -> dict[str, Any]:
     """`redis_url` overrides the address in run.json, which has no password."""
     identity = run_json.read(directory)
     url: str = redis_url or identity["redis"]
-    in_redis = _read_redis(url, identity["run"])
+    in_redis, held, redis_error = _read_redis(url, identity["run"])
     last = last_status(directory)
-    state = state_of(directory, last, held_elsewhere=in_redis.held)
+    state = state_of(directory, last, held_elsewhere=held)
     counts, ledger_error = _read_ledger(directory / identity["ledger"])
     result = {
         "run": identity["run"],
@@ -63,20 +49,16 @@ def status(directory: Path, redis_url: str | None = None) -> dict[str, Any]:
         "changed_settings": identity.get("changed", []),
         **{key: last.get(key) for key in FROM_LAST_STATUS},
         **counts,
-        "queued": in_redis.queued,
-        "workers": in_redis.workers,
-        "asked": in_redis.asked,
-        "present_workers": in_redis.present,
-        "event_loop_lag": in_redis.event_loop_lag,
-        "redis": {"address": address(url), "error": in_redis.error},
+        **in_redis,
+        "redis": {"address": address(url), "error": redis_error},
         "ledger": {"path": str(directory / identity["ledger"]), "error": ledger_error},
     }
     if state is State.RUNNING:
-        lags = in_redis.event_loop_lag | {"orchestrator": last["event_loop_lag"]}
+        lags = in_redis["event_loop_lag"] | {"orchestrator": last["event_loop_lag"]}
         return result | {"event_loop_lag": lags, "waiting_for": last["waiting_for"]}
     idle = {"rollouts_per_s": 0.0, "tokens_per_s": 0.0, "http": None}
     redis_ended = state is State.DONE or (state is State.STOPPED and owns_redis(directory))
-    unreachable = [in_redis.error] if in_redis.error and not redis_ended else []
+    unreachable = [redis_error] if redis_error and not redis_ended else []
     troubles = [*why_idle(directory, state, last), *unreachable, *full_disks(directory, identity)]
     return result | idle | {"waiting_for": troubles}
 
@@ -90,23 +72,29 @@ def _read_ledger(path: Path) -> tuple[dict[str, Any], str | None]:
         return {}, str(error)
 
 
-def _read_redis(url: str, run: str) -> RedisView:
+def _read_redis(url: str, run: str) -> tuple[dict[str, Any], bool, str | None]:
+    """What Redis holds of the run, whether an orchestrator of it holds the lock, and why Redis cannot be read.
+
+    `queued`: messages by queue. `workers`: worker -> the jobs it runs. `asked`: job -> the replica that one of its
+    requests waits for. `present_workers`: node -> its `Presence`. `event_loop_lag`: process -> its last summary.
+    """
     with open_redis(url) as client:
         try:
             lock: Any = client.get(redis_keys.LOCK)
             holder: dict[str, Any] = orjson.loads(lock) if lock else {}
             if holder.get("run", run) != run:
-                return RedisView(error=f"Redis at {address(url)} serves another run: the one in {holder['run_dir']}")
+                other = f"Redis at {address(url)} serves another run: the one in {holder['run_dir']}"
+                return NOTHING_IN_REDIS, False, other
             leases: Any = client.hgetall(redis_keys.LEASES)
-            return RedisView(
-                held=bool(holder),
-                queued={queue.value: client.llen(queue) for queue in Queue},
+            found = {
+                "queued": {queue.value: client.llen(queue) for queue in Queue},
                 **_leases(leases, run),
-                present=_present(client.hgetall(redis_keys.WORKERS)),
-                event_loop_lag={lag.process: lag.as_dict() for lag in lag_summaries.read_summaries(client)},
-            )
+                "present_workers": _present(client.hgetall(redis_keys.WORKERS)),
+                "event_loop_lag": {lag.process: lag.as_dict() for lag in lag_summaries.read_summaries(client)},
+            }
+            return found, bool(holder), None
         except (redis.RedisError, OSError) as error:
-            return RedisView(error=explain(url, error))
+            return NOTHING_IN_REDIS, False, explain(url, error)
 
 
 def open_redis(url: str) -> redis.Redis:

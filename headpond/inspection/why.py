@@ -12,19 +12,24 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import redis
+
+from headpond import redis_keys
 from headpond.batches.signals import last_signal_at, read_trainer
-from headpond.errors import BatchError, LedgerError
+from headpond.errors import BatchError, LedgerError, RunError
+from headpond.ids import LeaseId, LeaseValue, RolloutId
 from headpond.inspection import run_json, up_file
 from headpond.inspection.run_state import State, owns_redis
-from headpond.inspection.status import full_disks, status
-from headpond.ledger import histories, schema
+from headpond.inspection.status import full_disks, open_redis, status
+from headpond.ledger import histories, queries, schema
 from headpond.queues import WorkerKind
-from headpond.runtime import blocked_loop
+from headpond.runtime.loop_lag import blocked_cause
 
 LATE_S = 4.0  # a status comes every second
 ANSWER_S = 1.0  # for an engine; one that is busy still accepts the connection
 ENGINES_ASKED = 8
 EVENTS_SHOWN = 8
+FORMS = "name a rollout, such as g0000012-3, or the number of a step"
 
 
 def why(directory: Path, redis_url: str | None = None) -> dict[str, Any]:
@@ -118,7 +123,7 @@ def _missing_workers(seen: dict[str, Any]) -> list[str]:
     kinds = {said.get("kind") for said in seen["present_workers"].values()}
     reported: dict[str, str] = seen["excluded_workers"] or {}  # the same words, maybe of a second ago
     blocked = [
-        reported.get(node) or blocked_loop.cause(node, said["blocked_s"], said.get("blocked_at"))
+        reported.get(node) or blocked_cause(node, said["blocked_s"], said.get("blocked_at"))
         for node, said in seen["present_workers"].items()
         if said.get("blocked_s") is not None
     ]
@@ -216,4 +221,37 @@ def _restarts(seen: dict[str, Any]) -> list[str]:
         f"{each['setting']} was {each['was']!r} and is {each['now']!r}: restart {' and '.join(each['restart'])}"
         for each in changed
         if each["restart"] and each["at"] == changed[-1]["at"]
+    ]
+
+
+def history(directory: Path, subject: str, redis_url: str | None = None) -> dict[str, Any]:
+    """Read the history of a rollout or a step, with the leases that Redis has of it. RunError if there is none."""
+    identity = run_json.read(directory)
+    with schema.reading(directory / identity["ledger"]) as connection, queries.snapshot(connection):
+        if subject.isdecimal():
+            return histories.step(connection, int(subject)) or _unknown(
+                f"step {subject} is not composed yet: `headpond why {directory}` says what the next step waits for"
+            )
+        if not RolloutId.match(subject):
+            _unknown(f"{subject!r} is neither a rollout nor a step: {FORMS}")
+        found = histories.rollout(connection, subject) or _unknown(f"the run has no rollout {subject}: {FORMS}")
+    return found | {"leases": _leases(redis_url or identity["redis"], identity["run"], subject)}
+
+
+def _unknown(message: str) -> dict[str, Any]:
+    raise RunError(message)
+
+
+def _leases(url: str, run: str, job: str) -> list[dict[str, Any]]:
+    """Read the executions of this moment; none if Redis is not reachable."""
+    try:
+        with open_redis(url) as client:
+            found: Any = list(client.hscan_iter(redis_keys.LEASES, match=f"{run}.{job}.*", count=1000))
+    except (redis.RedisError, OSError):
+        return []
+    parsed = [(LeaseId.match(lease.decode()), LeaseValue.match(value.decode())) for lease, value in found]
+    return [
+        {"attempt": id.attempt, "execution": id.execution, "worker": held.worker, "replica": held.replica}
+        for id, held in parsed
+        if id and held
     ]

@@ -37,20 +37,11 @@ CHECKS_PER_LIMIT = 4  # so that blocks slightly longer than the limit are caught
 MIN_CHECK_INTERVAL_S = 0.002  # a check takes about 20 us
 MAX_BLOCKERS = 200  # distinct names; further ones are counted as OTHERS
 BLOCKERS_SHOWN = 5
+PLACE_CHARACTERS = 300  # of a worker's blocked code, in a status
 OTHERS = "others"
+LIMITS_S = {"p90_s": 0.05, "p99_s": 0.25, "max_s": 1.0}
+"""A window that exceeds any of them is logged as a warning."""
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-
-
-@dataclass(frozen=True, kw_only=True)
-class LagLimits:
-    """A window that exceeds any of them is logged as a warning."""
-
-    p90_s: float = 0.05
-    p99_s: float = 0.25
-    max_s: float = 1.0
-
-    def exceeded_by(self, summary: LagSummary) -> list[str]:
-        return [name for name in ("p90_s", "p99_s", "max_s") if getattr(summary, name) > getattr(self, name)]
 
 
 class LagTrace:
@@ -145,7 +136,6 @@ class LoopLag:
         process: str,
         interval_s: float = 0.05,
         window_s: float = 10.0,
-        limits: LagLimits = LagLimits(),  # noqa: B008 - frozen
         publish: Publish | None = None,
         trace: LagTrace | None = None,
     ) -> None:
@@ -153,10 +143,8 @@ class LoopLag:
         self._process = process
         self._interval_s = interval_s
         self._window_s = window_s
-        self._limits = limits
         self._publish = publish
         self._trace = trace
-        self._worst_s = 0.0
         # A list: other threads copy it while the loop appends, and copying a deque then may fail.
         self._samples: list[_Sample] = []
         self._samples_max = math.ceil(window_s / interval_s) + 2
@@ -181,10 +169,6 @@ class LoopLag:
         now = time.monotonic()
         return self._summarise(since=now - self._window_s, overdue_s=now - self.last_tick - self._interval_s)
 
-    def worst(self) -> float:
-        """The largest lag since the start, in seconds."""
-        return self._worst_s
-
     def drain(self) -> LagSummary:
         """Since the last call, up to MAX_UNREAD_SAMPLES. Call it on the loop's thread."""
         unread, self._unread = self._unread, _UnreadSamples()
@@ -207,7 +191,6 @@ class LoopLag:
         return max(0.0, now - self.last_tick - self._interval_s)
 
     def _record(self, sample: _Sample) -> None:
-        self._worst_s = max(self._worst_s, sample.lag_s)
         self._unread.add(sample)
         self._samples.append(sample)
         if len(self._samples) >= 2 * self._samples_max:
@@ -245,7 +228,7 @@ class LoopLag:
         )
 
     def _log(self, summary: LagSummary) -> None:
-        exceeded = self._limits.exceeded_by(summary)
+        exceeded = [name for name, limit_s in LIMITS_S.items() if getattr(summary, name) > limit_s]
         values = {
             name: f"{value:.4f}" if isinstance(value, float) else value
             for name, value in asdict(summary).items()
@@ -277,3 +260,24 @@ def _quantile(ordered: NDArray[np.float64], share: float) -> float:
     below = int(position)
     above = min(below + 1, len(ordered) - 1)
     return float(ordered[below] + (position - below) * (ordered[above] - ordered[below]))
+
+
+def blocked_place(thread: int) -> str:
+    """Return what the thread executes: `FUNCTION (FILE:LINE)`."""
+    frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage]
+    return _shown(blocker_name(frame)) if frame else "an unknown place"
+
+
+def blocked_cause(node: str, blocked_s: object, blocked_at: object) -> str:
+    """Return the cause that a run shows; the worker's `Presence` has the last two."""
+    for_s = f"{blocked_s:.0f}" if isinstance(blocked_s, int | float) else "some"
+    return (
+        f"the event loop of worker {_shown(node)} has been blocked for {for_s} s by {_shown(str(blocked_at))}, and its "
+        "rollouts count as lost: call what blocks there through `await asyncio.to_thread(...)` or `await graded(...)`, "
+        "or use an async library, and restart the worker"
+    )
+
+
+def _shown(text: str) -> str:
+    """Cut a text to its end, which names file and line, and replace its control characters."""
+    return "".join(char if char.isprintable() else "?" for char in text[-PLACE_CHARACTERS:])

@@ -7,13 +7,22 @@ It rises to a published version when every replica that answers has it, or after
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from headpond.config import RunConfig
-from headpond.engines.control import LOADING, START_VERSION, EngineControl, Replica, VersionPoller, reload_advice
+from headpond.engines.control import (
+    LOADING,
+    START_VERSION,
+    EngineControl,
+    Orders,
+    Replica,
+    VersionPoller,
+    reload_advice,
+)
 from headpond.errors import RunError
+from headpond.messages import ABANDONED_LIMIT
 from headpond.orchestrator.composer import COMPOSED_STEP, COMPOSED_VERSION
-from headpond.orchestrator.engine.abandoned_weights import AbandonedWeights
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.records import START
 from headpond.orchestrator.trainer import Trainer
@@ -21,6 +30,7 @@ from headpond.orchestrator.trainer import Trainer
 logger = logging.getLogger("headpond.replicas")
 
 JUDGE_S = 0.25
+ABANDONED = "abandoned_versions"  # key in the ledger: numbers with commas
 LEAST, REPORTED = "least_version", "version_reported"
 """keys in the ledger: the oldest weights that may serve, and whether a replica ever reported a published version"""
 PUBLISH = {
@@ -28,6 +38,62 @@ PUBLISH = {
     "headpond": "the run loads the weights into it again until that succeeds",
 }
 """what follows, by `engine.weight_update`"""
+
+
+class AbandonedWeights:
+    """Versions that the trainer gave up when it resumed from an older checkpoint, while a replica still has them.
+
+    Their numbers are used again for other weights: a replica that has the old ones serves nothing meanwhile.
+    """
+
+    def __init__(self, ledger: Ledger, replicas: Sequence[Replica]) -> None:
+        self._ledger = ledger
+        self._replicas = replicas
+        self._held: dict[str, str] = {}
+        """replica -> what it calls the abandoned weights"""
+        self._unasked = {replica.url for replica in replicas} if self.versions else set[str]()
+        """replicas that have not yet said what they have"""
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """A replica that names one of them may serve no job that is submitted now."""
+        text = str(self._ledger.meta.get(ABANDONED) or "")
+        return tuple(map(int, text.split(","))) if text else ()
+
+    def returned_to(self, version: int, *, from_version: int) -> None:
+        """The trainer has published `version` after the higher `from_version`."""
+        held = {
+            replica.url: replica.label
+            for replica in self._replicas
+            if replica.label and replica.label.version > version
+        }
+        self._held = {url: label.text for url, label in held.items()}
+        self._unasked = {replica.url for replica in self._replicas if not replica.answers}
+        numbers = {from_version, *(label.version for label in held.values())}
+        self._set(sorted(numbers)[-ABANDONED_LIMIT:])
+
+    def judge(self, version: int) -> None:
+        """Look at the replicas again; `version` is the published one."""
+        if not (versions := self.versions):
+            return
+        for replica in self._replicas:
+            if (label := replica.label) is None:
+                continue
+            if replica.url in self._unasked and label.version in versions and label.version != version:
+                self._held[replica.url] = label.text
+            elif self._held.get(replica.url) != label.text:
+                self._held.pop(replica.url, None)
+            self._unasked.discard(replica.url)
+        # A replica that never answers does not keep others from a number that is published again.
+        if not self._held and (not self._unasked or version in versions):
+            self._set([])
+
+    def held_by(self, replica: Replica) -> str | None:
+        """What the replica calls its abandoned weights."""
+        return self._held.get(replica.url)
+
+    def _set(self, versions: Sequence[int]) -> None:
+        self._ledger.set(ABANDONED, ",".join(map(str, versions)))
 
 
 class ReplicaWatch:
@@ -139,25 +205,12 @@ class ReplicaWatch:
         }
 
     def refused(self, replica: Replica) -> str | None:
-        """Why it serves nothing that is trained on."""
-        if not replica.answers:
-            return None
-        label, least = replica.label, self.least_version
-        if label is None:
-            return f"{replica.url} does not say which weights it has" if least > START_VERSION else None
-        if label.unfit:
-            return f"{replica.url} calls its weights {label.text!r}: they were not loaded completely"
-        if self.abandoned.held_by(replica):
-            return (
-                f"{replica.url} calls its weights {label.text!r}, and the trainer has gone back to an older "
-                f"checkpoint since: {PUBLISH[self._settings.weight_update]}"
-            )
-        if label.version < least:
-            return (
-                f"{replica.url} calls its weights {label.text!r}, and version {self._version} is published: it has "
-                f"restarted, or was not updated; {PUBLISH[self._settings.weight_update]}"
-            )
-        return None
+        """Why it serves nothing that is trained on, and what follows."""
+        label, abandoned = replica.label, self.abandoned.held_by(replica)
+        why = replica.why_refused(Orders(run=self._run, least_version=self.least_version))
+        if why is None and abandoned:
+            why = f"{replica.url} calls its weights {abandoned!r}, which the trainer has abandoned"
+        return f"{why}: {PUBLISH[self._settings.weight_update]}" if why and not (label and label.unfit) else why
 
     def _has(self, replica: Replica, version: int) -> bool:
         label = replica.label

@@ -13,7 +13,7 @@ import orjson
 
 from headpond import ids
 from headpond.config import RunConfig
-from headpond.config.evaluation import EvaluationSettings
+from headpond.config.engine import EvaluationSettings
 from headpond.ledger.evaluations import EvaluationState, PlayState
 from headpond.ledger.states import JobKind, JobState
 from headpond.messages import GroupInputs, GroupMember, RolloutResult, ScoreResult, shortened

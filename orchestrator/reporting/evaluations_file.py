@@ -4,20 +4,17 @@ Which lines are missing is read from the file itself, so that a kill neither los
 """
 
 import asyncio
-import logging
 import os
 from pathlib import Path
 
 from headpond.config import RunConfig
-from headpond.errors import LedgerError
 from headpond.ledger import schema
 from headpond.ledger.evaluations import results_after
 from headpond.orchestrator.examples.evaluation import FINISHED
+from headpond.orchestrator.housekeeping import Reported
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.reporting.metrics import last_line
 from headpond.runtime.offload import to_its_end_in_io_thread
-
-logger = logging.getLogger("headpond.evaluation")
 
 FILE_NAME = "evaluations.jsonl"
 EVERY_S = 1.0
@@ -30,8 +27,7 @@ class EvaluationsFile:
         self._ledger = ledger
         self._written = -1
         """number of its last line; -1 before the first look"""
-        self.trouble: str | None = None
-        """why the file is behind"""
+        self.writing = Reported(f"write {self._path}", "free space or repair the disk")
 
     def resume(self) -> None:
         """A rebuilt ledger does not know how many lines there are."""
@@ -49,14 +45,8 @@ class EvaluationsFile:
         """Lines wait in the ledger while the file cannot be written; the run continues."""
         if self._written >= self._ledger.number(FINISHED):
             return
-        try:
+        with self.writing:
             self._written = await to_its_end_in_io_thread(_complete, self._path, self._ledger_path)
-        except (OSError, LedgerError) as error:
-            if self.trouble is None:
-                logger.error("action=evaluations_wait path=%s error=%s", self._path, error)
-            self.trouble = f"{self._path} cannot be written ({error}): free space or repair the disk"
-        else:
-            self.trouble = None
 
 
 def _complete(path: Path, ledger: Path) -> int:

@@ -5,7 +5,6 @@ and delays nothing; while its disk is full, the lines wait in the ledger.
 """
 
 import asyncio
-import logging
 import os
 import threading
 import time
@@ -22,6 +21,7 @@ from headpond.ledger.states import JobKind, RolloutState
 from headpond.messages import EncodeResult
 from headpond.orchestrator.broker import Broker
 from headpond.orchestrator.examples import evaluation
+from headpond.orchestrator.housekeeping import Reported
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.records import BatchRecord
 from headpond.orchestrator.ledger.replica_costs import LOST, SECONDS, TOKENS
@@ -30,8 +30,6 @@ from headpond.runtime.lag_summaries import LagSummary, read_summaries_async
 from headpond.runtime.loop_lag import LoopLag
 from headpond.runtime.offload import in_io_thread
 from headpond.store import Store, open_store
-
-logger = logging.getLogger("headpond.metrics")
 
 FILE_NAME = "metrics.jsonl"
 TAIL_BYTES = 1 << 20  # holds hundreds of lines; one of a hundred environments takes 50 kB
@@ -86,8 +84,7 @@ class Metrics:
         """(step, policy version, values of its rollouts), computed before the step's delivery"""
         self._changed = asyncio.Event()
         self._changed.set()
-        self.trouble: str | None = None
-        """why metrics.jsonl is behind"""
+        self.writing = Reported(f"write {self._file.path}", "free space or repair the disk")
 
     @property
     def notes(self) -> list[str]:
@@ -163,16 +160,10 @@ class Metrics:
     async def write(self) -> bool:
         """False when the file cannot be written: the lines wait, the run continues."""
         lines, delivered = dict(self._unwritten), self._ledger.number("steps_delivered")
-        try:
+        with self.writing:
             await in_io_thread(self._file.complete, lines, delivered=delivered)
-        except OSError as error:
-            if self.trouble is None:
-                logger.error("action=metrics_wait path=%s error=%s", self._file.path, error.strerror)
-            self.trouble = f"{self._file.path} cannot be written ({error.strerror}): free space or repair the disk"
-            return False
-        self._unwritten = {step: line for step, line in self._unwritten.items() if step >= delivered}
-        self.trouble = None
-        return True
+            self._unwritten = {step: line for step, line in self._unwritten.items() if step >= delivered}
+        return self.writing.trouble is None
 
 
 class MetricsFile:

@@ -16,6 +16,7 @@ from headpond.ledger.states import JobState, RolloutState
 from headpond.messages import Queue
 from headpond.orchestrator import run_dir
 from headpond.orchestrator.broker import Broker
+from headpond.orchestrator.housekeeping import Reported
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.reconciler import Running, Snapshot
 from headpond.orchestrator.reporting.metrics import LagPoller
@@ -81,8 +82,7 @@ class Reporter:
         self._on_status = on_status
         self._path = sources.config.run_dir / "status.json"
         self._started = time.monotonic()
-        self.trouble: str | None = None
-        """why status.json is behind"""
+        self.writing = Reported(f"write {self._path}", "free space or repair the disk")
         self._latest: dict[str, Any] = {}
         self._generated: deque[tuple[float, int, int]] = deque(maxlen=RATE_OVER)
         """(time, rollouts, tokens)"""
@@ -104,14 +104,8 @@ class Reporter:
     async def write(self, *, stopped_by: str | None = None) -> None:
         self._latest = self.status(stopped_by=stopped_by)
         self._on_status(self._latest)
-        try:
+        with self.writing:
             await to_its_end_in_io_thread(run_dir.write_json, self._path, self._latest)
-        except OSError as error:
-            if self.trouble is None:
-                logger.error("action=status_unwritten path=%s error=%s", self._path, error.strerror)
-            self.trouble = f"{self._path} cannot be written ({error.strerror}): free space or repair the disk"
-        else:
-            self.trouble = None
 
     def latest_status(self) -> dict[str, Any]:
         """The content of status.json, also while that cannot be written."""
@@ -161,7 +155,12 @@ class Reporter:
         ]
         return [
             cause
-            for cause in [*self._sources.troubles(), *self._sources.excluded().values(), self.trouble, *unattended]
+            for cause in [
+                *self._sources.troubles(),
+                *self._sources.excluded().values(),
+                self.writing.trouble,
+                *unattended,
+            ]
             if cause
         ]
 

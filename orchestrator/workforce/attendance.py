@@ -19,7 +19,7 @@ from headpond.orchestrator.broker import Broker
 from headpond.orchestrator.ledger.records import JobRecord
 from headpond.orchestrator.workforce.quarantine import Peer, Quarantine, Standing
 from headpond.queues import WorkerKind
-from headpond.runtime import blocked_loop
+from headpond.runtime.loop_lag import blocked_cause
 from headpond.tasks.agreement import Order, Presence, digest, used_settings
 
 logger = logging.getLogger("headpond.attendance")
@@ -154,7 +154,7 @@ class Attendance:
                 )
         for node, seen in self._seen.items():
             if seen.presence.blocked_s is not None:
-                texts[node] = blocked_loop.cause(node, seen.presence.blocked_s, seen.presence.blocked_at)
+                texts[node] = blocked_cause(node, seen.presence.blocked_s, seen.presence.blocked_at)
         return texts
 
     @property

@@ -8,7 +8,6 @@ from headpond.messages import (
     NAME_CHARACTERS,
     POLICY_ERROR_CHARACTERS,
     REWARDS_LIMIT,
-    ROLLOUT_REPLY_BYTES,
     SAMPLES_LIMIT,
     Outcome,
     Reply,
@@ -55,7 +54,7 @@ def test_the_longest_reply_of_a_rollout_stays_below_the_limit() -> None:
         duration_s=12345.123456,
     )
     text = reply.model_dump_json()
-    assert len(text) <= ROLLOUT_REPLY_BYTES
+    assert len(text) <= 4864
     assert Reply.model_validate_json(text) == reply
 
 

@@ -333,10 +333,10 @@ def test_a_store_that_cannot_be_listed_is_reported_and_swept_later(
         stale.setattr(FileStore, "names", stale_file_handle)
         for _ in range(3):
             assert asyncio.run(sweeper.run_once()) == 0
-    assert "[Errno 116] Stale file handle" in (sweeper.trouble or "")
-    assert caplog.text.count("action=housekeeping_failed") == 1
+    assert "[Errno 116] Stale file handle" in (sweeper.sweeping.trouble or "")
+    assert caplog.text.count("action=duty_failed") == 1
     asyncio.run(sweeper.run_once())
-    assert sweeper.trouble is None
+    assert sweeper.sweeping.trouble is None
 
 
 def test_a_directory_that_cannot_be_removed_does_not_keep_the_others(
@@ -369,11 +369,11 @@ def test_an_unreadable_manifest_does_not_end_the_run_that_releases_it(
     content = path.read_bytes()
     path.write_bytes(b"{")
     asyncio.run(releaser.run_once())
-    assert releaser.trouble is not None
+    assert releaser.releasing.trouble is not None
     assert ledger.number("experts_released") == 0
     path.write_bytes(content)
     asyncio.run(releaser.run_once())
-    assert releaser.trouble is None
+    assert releaser.releasing.trouble is None
     assert ledger.number("experts_released") == 1
 
 

@@ -220,7 +220,7 @@ def test_a_stray_file_that_cannot_be_removed_does_not_stop_a_run(
     run_dir.create_directories(config)
     (config.run_dir / ".status.json.1234.tmp").mkdir()
     assert run_dir.begin_or_resume(config)
-    assert "action=housekeeping_failed cannot remove incomplete files" in caplog.text
+    assert "action=duty_failed cannot remove incomplete files" in caplog.text
 
 
 def test_a_store_that_cannot_be_used_is_named_with_its_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

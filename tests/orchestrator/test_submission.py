@@ -94,10 +94,10 @@ def test_a_probe_whose_input_cannot_be_written_is_submitted_later(tmp_path: Path
         blocked.write_text("a file where the plans' folder should be")
         await it.submitter.submit_waiting()
         assert job.state is JobState.WAITING
-        assert it.submitter.inputs.trouble
+        assert it.submitter.inputs.writing.trouble
         blocked.unlink()
         await it.submitter.submit_waiting()
         assert job.state is JobState.SUBMITTED
-        assert it.submitter.inputs.trouble is None
+        assert it.submitter.inputs.writing.trouble is None
 
     play(tmp_path, scene)

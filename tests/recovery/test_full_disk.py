@@ -70,9 +70,9 @@ def test_the_run_waits_while_the_store_disk_is_full(cluster: Cluster, disk: Disk
     run = cluster.orchestrator()
     delivering(disk, run)
     with disk.full(run.pid, "store/plans"):
-        cluster.wait_waiting_for(f"the store {disk.directory}/store cannot be written (")
+        cluster.wait_waiting_for(f"cannot write to the store {disk.directory}/store (")
     ends_well(cluster, run)
-    assert run.text.count("action=store_waits") == 1
+    assert run.text.count("action=duty_failed cannot write to the store") == 1
 
 
 def test_the_run_waits_while_every_disk_is_full(cluster: Cluster, disk: Disk) -> None:
@@ -83,7 +83,10 @@ def test_the_run_waits_while_every_disk_is_full(cluster: Cluster, disk: Disk) ->
     with disk.full(run.pid, "run"):
         wait_until(lambda: "action=ledger_waits" in run.text, what="the log to report it")
         if isinstance(disk, SmallDisk):
-            wait_until(lambda: "action=status_unwritten" in run.text, what="the log to report it")
+            wait_until(
+                lambda: "action=duty_failed cannot write" in run.text and "status.json" in run.text,
+                what="the log to report it",
+            )
             cluster.run_dir = disk.directory / "another"
             late = cluster.orchestrator(HEADPOND_REDIS_URL="redis://127.0.0.1:1/0")
             assert late.wait() == 2

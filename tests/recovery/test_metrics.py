@@ -125,7 +125,9 @@ def test_steps_are_delivered_while_the_run_directory_disk_is_full(tmp_path: Path
         wait_until(lambda: "action=delivered step=0" in run.text, what="a first step")
         with disk.full(run.pid, "run"):
             wait_until(lambda: "action=delivered step=2" in run.text, what="steps without metrics")
-            wait_until(lambda: "action=metrics_wait" in run.text, what="the log to report it")
+            wait_until(
+                lambda: "metrics.jsonl" in run.text and "action=duty_failed" in run.text, what="the log to report it"
+            )
         assert run.wait() == 0, run.text
         text = (inside / "metrics.jsonl").read_text()
     assert [json.loads(line)["step"] for line in text.splitlines()] == list(range(6))

@@ -15,8 +15,7 @@ from support.pipeline import Pipeline, pipeline_in
 from support.small_disk import SmallDisk, small_disk
 from support.waiting import HANG_S, wait_until
 
-from headpond.inspection import subjects
-from headpond.inspection.why import why
+from headpond.inspection.why import history, why
 
 SETTINGS: dict[str, Any] = {
     "steps": 1000,
@@ -250,7 +249,7 @@ def test_slow_rollouts_are_named_with_group_worker_and_age(matrix: Matrix) -> No
     url = "http://{}:{}".format(*matrix.pipeline.engine.address)
     found = matrix.assert_named(f", which waits for the engine at {url}")
     assert {job["replica"] for group in found["next_step"]["groups"] for job in group["jobs"]} <= {url, None}
-    held = subjects.history(matrix.cluster.run_dir, job["job"], matrix.cluster.redis_server.url)["leases"]
+    held = history(matrix.cluster.run_dir, job["job"], matrix.cluster.redis_server.url)["leases"]
     assert [(lease["worker"], lease["replica"]) for lease in held] == [(worker_of(matrix), url)]
     assert "rollouts.timeout_s" in job["next"]
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from redis.asyncio import BlockingConnectionPool, Redis
 
 from headpond.errors import ConfigError
-from headpond.workers import event_batches
+from headpond.workers import celery_changes
 from headpond.workers.asyncio_pool import AsyncioPool
 
 # Database 0 is the broker's; the bodies report to 1, so that a test can empty it.
@@ -32,7 +32,7 @@ app.conf.update(
     worker_prefetch_multiplier=4,
     broker_transport_options={"client_name": os.environ.get("POOL_APP_CLIENT", "tests"), "ack_emulation": False},
 )
-event_batches.install(app)
+celery_changes.batch_events(app)
 
 
 class Order(BaseModel):

@@ -5,7 +5,7 @@ from celery import Celery
 from kombu.asynchronous.hub import Hub
 from kombu.asynchronous.timer import Timer
 
-from headpond.workers.event_batches import EventBatches
+from headpond.workers.celery_changes import EventBatches
 
 
 class Dispatcher:
@@ -54,4 +54,4 @@ def test_celerys_dispatcher_calls_on_send_buffered() -> None:
         dispatcher = app.events.Dispatcher(connection, buffer_group=["task"], on_send_buffered=print)
         dispatcher.on_send_buffered = lambda: calls.append(True)
         dispatcher.send("task-started", uuid="a")
-    assert calls, "EventDispatcher no longer calls on_send_buffered: workers/event_batches.py has no effect"
+    assert calls, "EventDispatcher no longer calls on_send_buffered: workers/celery_changes.py has no effect"

@@ -138,7 +138,7 @@ def test_invalid_toml_is_reported_with_its_line(tmp_path: Path) -> None:
 
 def test_an_error_in_a_variable_or_flag_names_it(tmp_path: Path) -> None:
     assert refused(tmp_path, "steps = 3", HEADPOND_STEPS="many").startswith("environment, HEADPOND_STEPS: steps: Input")
-    assert refused(tmp_path, flags={"lag.max_s": 0}).startswith("--lag-max-s: lag.max_s: Input")
+    assert refused(tmp_path, flags={"lag.trace_s": 0}).startswith("--lag-trace-s: lag.trace_s: Input")
     assert refused(tmp_path, "steps = 3", flags={"steps": 0}) == "--steps: steps: Input should be greater than 0"
     small = refused(tmp_path, "[rollouts]\n", HEADPOND_ROLLOUTS__MAX_IN_FLIGHT="4")
     assert small.startswith("environment, HEADPOND_ROLLOUTS__MAX_IN_FLIGHT: rollouts: max_in_flight (4)")
@@ -249,4 +249,4 @@ def test_every_setting_can_be_set_by_a_variable() -> None:
     with pytest.raises(ConfigError) as refusal:
         config.load(None, environ=wrong)
     assert "is not a setting" not in str(refusal.value)
-    assert "environment, HEADPOND_LAG__P99_S: lag.p99_s: Input should be a valid number" in str(refusal.value)
+    assert "environment, HEADPOND_LAG__TRACE_S: lag.trace_s: Input should be a valid number" in str(refusal.value)

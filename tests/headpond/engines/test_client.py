@@ -320,7 +320,7 @@ def test_no_request_goes_to_a_replica_without_the_weights_of_the_run() -> None:
             assert behind.received == []
             async with client_of(behind.url) as client:
                 client.replicas.follow(orders)
-                with pytest.raises(EngineUnreachable, match="calls 'default', older than version 7"):
+                with pytest.raises(EngineUnreachable, match="'default', older than version 7"):
                     await client.send(REQUEST, content_of)
             assert behind.received == []
 

@@ -115,7 +115,7 @@ def test_orders_of_an_older_job_do_not_lower_the_version() -> None:
         (["70", "60"], published(60), None),
         (["loading 8@r1"], published(7), "not loaded completely"),
         (["failed 8@r1"], published(8), "not loaded completely"),
-        (["7@other"], published(7), "weights of another run"),
+        (["7@other"], published(7), "another run"),
         (["70"], abandoning(60, 70), "which the trainer has abandoned"),
         (["61"], abandoning(60, 70), None),
         (["70", "60"], abandoning(60, 70), None),

@@ -2,8 +2,9 @@ import functools
 import re
 
 import pytest
+from support import configuration_page
 
-from headpond.config import RunConfig, reference
+from headpond.config import RunConfig
 from headpond.config.declared import declarations
 from headpond.config.problems import all_keys
 
@@ -12,7 +13,7 @@ from headpond.config.problems import all_keys
 def rows() -> dict[str, list[str]]:
     """Cells of the generated page, by setting."""
     found, section = dict[str, list[str]](), ""
-    for line in reference.page().splitlines():
+    for line in configuration_page.page().splitlines():
         if heading := re.match(r"## `\[(.+)\]`", line):
             section = f"{heading[1]}."
         elif row := re.match(r"\| `(\w+)` \|", line):

@@ -1,6 +1,6 @@
 """`docs/configuration.md`, generated from the settings themselves: types, defaults and docstrings.
 
-    python -m headpond.config.reference > docs/configuration.md
+    PYTHONPATH=tests python -m support.configuration_page > docs/configuration.md
 
 `make docs` runs this; `tests/test_docs.py` compares the page with the settings.
 """
