@@ -62,7 +62,7 @@ def assert_learned(output: str) -> None:
 
 @pytest.fixture(scope="module")
 def bin_dir(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return installed(tmp_path_factory.mktemp("pip") / "venv", f"headpond[app,local,flower] @ file://{wheel}")
+    return installed(tmp_path_factory.mktemp("pip") / "venv", f"{wheel}[app,local,flower]")
 
 
 def test_pip_and_an_empty_folder_are_all_that_the_demo_needs(bin_dir: Path, tmp_path: Path) -> None:
@@ -118,9 +118,9 @@ def test_a_command_without_its_extra_names_it(wheel: Path, tmp_path: Path) -> No
 def test_uv_runs_the_wheel_and_the_clone(wheel: Path, tree: Path, tmp_path: Path) -> None:
     uv = installed(tmp_path / "venv", "uv")
     python = re.sub(r"^(\d+\.\d+).*", r"\1", sys.version, flags=re.DOTALL)
-    source = f"headpond[app,local] @ file://{wheel}"
+    source = f"headpond[app,local] @ {wheel.parent.name}/{wheel.name}"
     common = {"UV_PYTHON_DOWNLOADS": "never", "UV_CACHE_DIR": str(tmp_path / "cache")}
     command = [uv / "uvx", "--python", python, "--from", source, "headpond", "demo", *SMALL]
-    assert_learned(run(*command, cwd=tmp_path, **common).stdout)
+    assert_learned(run(*command, cwd=wheel.parents[1], **common).stdout)
     run(uv / "uv", "sync", "--python", python, "--extra", "app", "--extra", "local", cwd=tree, **common)
     assert COMMIT[:12] in run(uv / "uv", "run", "--no-sync", "headpond", "--version", cwd=tree, **common).stdout
