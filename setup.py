@@ -34,7 +34,8 @@ class BuildWithCommit(build_py):
 
 class SourcesWithCommit(sdist):
     def make_release_tree(self, base_dir: str, files: list[str]) -> None:
-        super().make_release_tree(base_dir, files)
+        own = [name for name in files if not name.startswith("tests/")]  # setuptools adds a few tests
+        super().make_release_tree(base_dir, own)
         write_commit(Path(base_dir, "headpond"))
 
 

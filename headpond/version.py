@@ -1,6 +1,7 @@
 """The version of Headpond and the commit that it was built from."""
 
 import functools
+import os
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,9 +21,12 @@ def commit() -> str | None:
         return written.read_text().strip()[:LENGTH] or None
     if not (package.parent / ".git").exists():  # git would find the repository around a virtual environment
         return None
+    # Variables of another repository, as a hook of git has them, must not count; nor who owns a shared clone.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    command = ["git", "-c", "safe.directory=*", "-C", str(package.parent), "rev-parse", "HEAD"]
     try:
-        command = ["git", "-C", str(package.parent), "rev-parse", f"--short={LENGTH}", "HEAD"]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+        read = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+        return read.stdout.strip()[:LENGTH]
     except (OSError, subprocess.CalledProcessError):
         return None
 

@@ -27,6 +27,7 @@ FAILED_BY_HEADER = "headpond_failed_by"
 NODE_CHARACTERS = 128
 DIFFERENCES_SHOWN = 4
 VERSION = "version of Headpond"
+RESTART = "Restart it with the run's version and settings"
 
 headers: ContextVar[Mapping[str, Any] | None] = ContextVar("headers", default=None)
 """of the message whose body runs in this task; set by the asyncio pool"""

@@ -22,7 +22,7 @@ from headpond.config import RunConfig
 from headpond.messages import shortened
 from headpond.queues import WorkerKind
 from headpond.tasks import jobs
-from headpond.tasks.agreement import NODE_CHARACTERS, Order, Presence, differences, digest, used_settings
+from headpond.tasks.agreement import NODE_CHARACTERS, RESTART, Order, Presence, differences, digest, used_settings
 from headpond.tasks.celery_app import settings
 
 logger = logging.getLogger("headpond.worker")
@@ -90,9 +90,7 @@ class Admission:
         content: Any = self._client.hget(redis_keys.RUN_SETTINGS, f"{self._kind}:values")
         refused = shortened(differences(orjson.loads(content or "{}"), self._settings), SHOWN_CHARACTERS)
         if refused != self._refused:
-            logger.error(
-                "action=refused worker=%s it takes no jobs: %s. Restart it with the run's settings", self._node, refused
-            )
+            logger.error("action=refused worker=%s it takes no jobs: %s. %s", self._node, refused, RESTART)
         self._refused = refused
 
     def _obey(self, order: Order | None) -> None:

@@ -1,5 +1,6 @@
 """Entry point of the command `headpond`: names the extra that brings a missing package."""
 
+import re
 import sys
 
 
@@ -18,7 +19,8 @@ def _extra_of(package: str) -> str | None:
     from importlib import metadata  # slow, and needed for the error alone
 
     for requirement in metadata.requires("headpond") or []:
-        name, _, extra = requirement.partition("; extra == ")
-        if name.startswith(package.replace("_", "-")) and extra:
-            return extra.strip("\"'")
+        name = re.match(r"([\w.-]+)[<>=!~; ]", requirement)  # not `headpond[tokenizers]`
+        extra = re.search(r"extra == .(\w+)", requirement)
+        if name and extra and name[1] == package.replace("_", "-"):
+            return extra[1]
     return None

@@ -39,7 +39,10 @@ def up(
     settings = configuration.load(config, flags={"run_dir": run_dir, "steps": steps})
     from headpond.commands.interrupts import Interrupts
     from headpond.commands.launcher.local_run import LocalRun, Options
+    from headpond.inspection import run_json
 
+    if (settings.run_dir / "run.json").exists():
+        run_json.read(settings.run_dir)  # a run that cannot be resumed is refused before anything is started
     if config is None and CONFIG_VARIABLE in os.environ:
         config = Path(os.environ[CONFIG_VARIABLE])
     environment = {**os.environ, **({"HEADPOND_STEPS": str(steps)} if steps else {})}

@@ -20,7 +20,7 @@ from headpond.orchestrator.ledger.records import JobRecord
 from headpond.orchestrator.workforce.quarantine import Peer, Quarantine, Standing
 from headpond.queues import WorkerKind
 from headpond.runtime.loop_lag import blocked_cause
-from headpond.tasks.agreement import Order, Presence, digest, used_settings
+from headpond.tasks.agreement import RESTART, Order, Presence, digest, used_settings
 
 logger = logging.getLogger("headpond.attendance")
 
@@ -136,7 +136,7 @@ class Attendance:
     def excluded(self) -> dict[str, str]:
         """Every worker that takes no jobs -> why, and what to do."""
         texts = {
-            node: f"worker {node} takes no jobs: {seen.presence.refused}. Restart it with the run's settings"
+            node: f"worker {node} takes no jobs: {seen.presence.refused}. {RESTART}"
             for node, seen in self._seen.items()
             if seen.presence.refused
         }
@@ -150,7 +150,7 @@ class Attendance:
             if time.monotonic() - at < REMEMBER_S:
                 texts[stranger] = (
                     f"results of worker {stranger} are not used: it runs another release of Headpond, or has other "
-                    "settings than the run. Restart it with the run's settings"
+                    f"settings than the run. {RESTART}"
                 )
         for node, seen in self._seen.items():
             if seen.presence.blocked_s is not None:

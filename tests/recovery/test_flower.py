@@ -26,7 +26,7 @@ def responds(port: int) -> bool:
 def test_flower_shows_tasks_states_and_failures(tmp_path: Path) -> None:
     with cluster_in(tmp_path, noop={"failure_rate": 0.2}, recovery={"max_failures": 9}) as cluster:
         port = free_port()
-        command = [str(BIN / "celery"), "-A", "tasks", "flower", "--address=127.0.0.1", f"--port={port}"]
+        command = [str(BIN / "celery"), "-A", "headpond.tasks", "flower", "--address=127.0.0.1", f"--port={port}"]
         cluster.start("flower", *command, FLOWER_UNAUTHENTICATED_API="true")
         wait_until(lambda: responds(port), what="Flower")
         worker = cluster.rollout_worker()

@@ -4,10 +4,13 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from support.cluster import Cluster, Process, cluster_in
+from support.cluster import BIN, Cluster, Process, cluster_in
 from support.fault_shim import Calls, Faults
 from support.pipeline import pipeline_in
 from support.waiting import wait_until
+from support.wheels import COMMIT, copy_tree
+
+from headpond.version import WRITTEN, release
 
 
 def _excluded(cluster: Cluster, *texts: str) -> dict[str, str]:
@@ -153,3 +156,20 @@ def test_workers_that_do_not_have_a_changed_setting_are_refused_after_a_resume(t
         result = cluster.finish(run)
     assert step < 6
     assert result["delivered"] == 96
+
+
+def test_a_worker_of_another_commit_takes_no_job_and_both_commits_are_named(tmp_path: Path) -> None:
+    other = copy_tree(tmp_path / "other")
+    (other / "headpond" / WRITTEN).write_text(COMMIT)
+    with cluster_in(tmp_path / "cluster") as cluster:
+        cluster.compute_worker()
+        # Through a shell: the fork server of these tests has loaded the clone's package.
+        command = f"exec {BIN}/celery -A headpond.workers.rollouts worker -Q rollouts -n other@test -c 8 -l INFO"
+        bad = cluster.start("rollout-worker", "sh", "-c", command, PYTHONPATH=str(other))
+        run = cluster.orchestrator()
+        assert list(_excluded(cluster, release(), COMMIT[:12])) == ["other@test"]
+        _says(bad, COMMIT[:12])
+        cluster.rollout_worker()
+        result = cluster.finish(run)
+        assert "headpond.rollouts" not in bad.text.partition("ready.")[2]
+    assert result["delivered"] == 48

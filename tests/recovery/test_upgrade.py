@@ -71,8 +71,9 @@ def test_a_run_of_penstock_is_refused_by_every_reader(tmp_path: Path) -> None:
         before = {
             file: file.read_bytes() for file in cluster.run_dir.rglob("*") if file.is_file() and file.name != "lock"
         }
-        for command in ("run", "status", "audit", "why", "gc"):
-            process = cluster.orchestrator() if command == "run" else cluster.headpond(command, str(cluster.run_dir))
+        resumed = (str(cluster.config), "--run-dir", str(cluster.run_dir))
+        for command in ("run", "up", "status", "audit", "why", "gc"):
+            process = cluster.headpond(command, *(resumed if command in ("run", "up") else [str(cluster.run_dir)]))
             assert process.wait() == 2, process.text
             assert "was written by Penstock" in process.text
             assert "run_dir" in process.text

@@ -92,7 +92,16 @@ def test_remote_control_does_not_look_like_loss(tmp_path: Path) -> None:
         answers: list[str] = []
         for control, names in controls.items():
             # With names it ends when all of them have answered; without, it ends with the answers of one second.
-            command = ["-A", "tasks", "control", "--timeout", str(HANG_S), "--destination", names, *control.split()]
+            command = [
+                "-A",
+                "headpond.tasks",
+                "control",
+                "--timeout",
+                str(HANG_S),
+                "--destination",
+                names,
+                *control.split(),
+            ]
             process = cluster.start("control", str(BIN / "celery"), *command)
             process.wait()
             answers.append(process.text)

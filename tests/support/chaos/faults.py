@@ -196,7 +196,7 @@ def deliver_twice(world: World) -> Iterator[None]:
 @fault()
 def purge_queues(world: World) -> Iterator[None]:
     queues = "rollouts,filtering,advantages,encoding"
-    command = [str(BIN / "celery"), "-A", "tasks", "purge", "-f", "-Q", queues]
+    command = [str(BIN / "celery"), "-A", "headpond.tasks", "purge", "-f", "-Q", queues]
     purge = world.cluster.start("purge", *command, HEADPOND_REDIS_URL=world.cluster.redis_server.url)
     assert purge.wait() == 0, purge.text
     yield
