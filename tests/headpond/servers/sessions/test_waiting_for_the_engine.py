@@ -84,7 +84,7 @@ def test_after_the_time_the_agent_learns_the_reason(script: Script, tmp_path: Pa
         agent = server.agent()
         response = agent.chat("hello")
         reason = {
-            "loading": "the engine has weights that it calls 'loading 7@run': they were not loaded completely, after",
+            "loading": "'loading 7@run': they were not loaded completely, after 0.5 s (sessions.engine_wait_s)",
             "away": "the engine cannot be reached: Connection refused, after 0.5 s (sessions.engine_wait_s)",
             "503": "paused",
         }[how]
