@@ -27,9 +27,8 @@ from headpond.ledger import histories, pages, queries, schema
 from headpond.messages import GroupInputs, GroupMember, RolloutResult, StepAdvantages
 from headpond.stages import estimate_group, estimate_step, read_tokens
 from headpond.store import open_store
-from headpond.store.base import BlobRef, Bytes, Store
-from headpond.store.files import FileStore
 from headpond.store.opening import run_store_url
+from headpond.store.read_through import ReadThroughStore
 
 CHANGEABLE = ("filters.", "advantages.", "batch.", "vocab_size")
 READ = (*CHANGEABLE, "rollouts.group_size", "engine.logprobs_mode")
@@ -93,17 +92,6 @@ class Member:
     delivered: BatchRollout | None
     matches: Matches | None
     """of the token filters; None if its tokens are deleted"""
-
-
-class ReadThroughStore(FileStore):
-    """A directory of this process over the run's store, from which blobs are read."""
-
-    def __init__(self, url: str, source: Store) -> None:
-        super().__init__(url)
-        self._source = source
-
-    def open(self, ref: BlobRef, *, verify: bool = True) -> Bytes:
-        return self._source.open(ref, verify=verify)
 
 
 class Redo:

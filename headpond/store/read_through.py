@@ -1,0 +1,13 @@
+"""A directory of one process over another store: blobs are read from the other, all else is read and written here."""
+
+from headpond.store.base import BlobRef, Bytes, Store
+from headpond.store.files import FileStore
+
+
+class ReadThroughStore(FileStore):
+    def __init__(self, url: str, source: Store) -> None:
+        super().__init__(url)
+        self._source = source
+
+    def open(self, ref: BlobRef, *, verify: bool = True) -> Bytes:
+        return self._source.open(ref, verify=verify)
