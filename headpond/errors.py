@@ -236,3 +236,12 @@ def described(result: object) -> str:
 def raised_at(error: BaseException) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{frame.filename}, line {frame.lineno}"
+
+
+ERROR_CHARACTERS = 600  # a cause and what to do; the traceback stays in the worker's log
+
+
+def shortened(error: str, characters: int = ERROR_CHARACTERS) -> str:
+    """The text as a message may carry it: at most `characters` long, with lone surrogates escaped."""
+    error = error[: characters + 1].encode(errors="backslashreplace").decode()
+    return error if len(error) <= characters else error[: characters - 1] + "…"

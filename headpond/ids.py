@@ -99,20 +99,12 @@ def survey_job(epoch: int, environment: str) -> str:
     return f"e{epoch}-{environment}"
 
 
-def score_job(group: str) -> str:
-    return f"{group}-score"
+def group_job(group: str, stage: str) -> str:
+    return f"{group}-{stage}"
 
 
-def filter_job(group: str) -> str:
-    return f"{group}-filter"
-
-
-def advantages_job(group: str) -> str:
-    return f"{group}-advantages"
-
-
-def batch_phase_job(step: int, formation: int) -> str:
-    return f"s{step:06d}f{formation}-advantages"
+def step_job(step: int, formation: int, stage: str) -> str:
+    return f"s{step:06d}f{formation}-{stage}"
 
 
 def draw_job(number: int, environment: str) -> str:

@@ -1,31 +1,27 @@
 """From admitted groups to sealed steps, one open step at a time.
 
-`Composer` selects the groups, which are not split, and drops stale rollouts; `BatchPhase` takes the results of the
-estimator's batch phase; `Sealer` writes the manifest. A step with a manifest is delivered; the ledger may record it
-later.
+`Composer` selects the groups, which are not split, and drops stale rollouts; `Sealer` writes the manifest. A step with
+a manifest is delivered; the ledger may record it later.
 """
 
 import logging
 import math
 from collections.abc import Callable, Iterable
 
-from headpond import job_inputs
 from headpond.batches import EncodedRank, Manifest, read_manifest, seal_manifest
 from headpond.batches.plan import FIRST_STEP
 from headpond.batches.prime_rl_directory import publish_prime_rl
 from headpond.batches.signals import StartVersion, write_start
 from headpond.config import RunConfig
 from headpond.engines.control import START_VERSION
-from headpond.errors import BlobError, BlobUnwritten, RunError, StageError, sentence
-from headpond.ledger.states import GroupState, JobKind, JobState, RolloutState
-from headpond.messages import EncodeResult, StepAdvantages
-from headpond.orchestrator import crash_points
+from headpond.errors import BlobError, BlobUnwritten, RunError, sentence
+from headpond.ledger.states import GroupState, JobState, RolloutState
 from headpond.orchestrator.examples.choice import Examples
-from headpond.orchestrator.groups import Groups
-from headpond.orchestrator.housekeeping import Reported, delete
-from headpond.orchestrator.inputs import JobInputs, batch_plan
+from headpond.orchestrator.housekeeping import Reported
+from headpond.orchestrator.inputs import batch_plan
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.records import BatchRecord, GroupRecord, RolloutRecord
+from headpond.orchestrator.pipeline import Pipeline
 from headpond.orchestrator.quotas import in_groups, leftover, quantity, quotas
 from headpond.orchestrator.slices import in_slices
 from headpond.orchestrator.staleness import Staleness
@@ -41,12 +37,11 @@ COMPOSED_STEP, COMPOSED_VERSION = "composed_step", "composed_version"
 
 
 class Composer:
-    def __init__(self, config: RunConfig, ledger: Ledger, trainer: Trainer, *, batch_phase: bool = False) -> None:
-        """`batch_phase`: whether the estimator has one, which is a job between composing and encoding."""
+    def __init__(self, config: RunConfig, ledger: Ledger, trainer: Trainer, pipeline: Pipeline) -> None:
         self._config = config
         self._ledger = ledger
         self._trainer = trainer
-        self._batch_phase = batch_phase
+        self._pipeline = pipeline
         self._staleness = Staleness(config, ledger)
         self._examples = Examples(config, ledger)
 
@@ -59,23 +54,11 @@ class Composer:
         groups = self._select(step)
         if groups is None:
             return None
-        batch = self._ledger.compose(step, groups, final=not self._batch_phase)
+        batch = self._ledger.compose(step, groups, final=not self._pipeline.has_batch_phase)
         self._ledger.set(COMPOSED_STEP, step)
         self._ledger.set(COMPOSED_VERSION, self._ledger.number("policy_version"))
-        if self._batch_phase:
-            self._ledger.add_job(batch.batch_phase_id, JobKind.BATCH_PHASE, str(step))
-        else:
-            self._encode(batch)
+        self._pipeline.begin(batch)
         return batch
-
-    def estimated(self, batch: BatchRecord, result: StepAdvantages) -> None:
-        """The batch phase of `batch` is done: keep its result and add the encoding jobs, in one transaction."""
-        self._ledger.set_advantages(batch, result.advantages, state=result.state, credit=result.credit)
-        self._encode(batch)
-
-    def _encode(self, batch: BatchRecord) -> None:
-        for data_rank in range(self._config.batch.data_ranks):
-            self._ledger.add_job(batch.job_id(data_rank), JobKind.ENCODE, str(batch.step))
 
     def resume(self) -> None:
         """Begin a new count of failed formations, and form an open step again whose batch phase has failed or
@@ -92,12 +75,10 @@ class Composer:
         for batch in self._ledger.batches.values():
             if not batch.advantages:
                 return None
-            ids = [batch.job_id(data_rank) for data_rank in range(self._config.batch.data_ranks)]
-            jobs = [job for id in ids if (job := self._ledger.jobs.get(id))]
-            if len(jobs) < len(ids):
+            jobs, results = self._pipeline.encode.jobs(batch), self._pipeline.encode.results(batch)
+            if len(jobs) < self._config.batch.data_ranks:
                 self.form_again(batch, "an encoding job was cancelled")
                 return None
-            results = [job.result for job in jobs if isinstance(job.result, EncodeResult)]
             unreadable = {rollout for result in results for rollout in result.unreadable}
             dead = [job for job in jobs if job.state is JobState.DEAD]
             if unreadable:
@@ -183,7 +164,7 @@ class Composer:
         open_groups = (
             group
             for group in self._ledger.groups.values()
-            if group.environment == environment and group.state is not GroupState.BATCHED
+            if group.environment == environment and group.state != GroupState.BATCHED
         )
         window = self._window(environment, quota)
         taken: list[GroupRecord] = []
@@ -192,7 +173,7 @@ class Composer:
             # Look beyond the window only when every group in it is admitted: partial groups may leave it short.
             if held >= quota or (place >= window and awaited):
                 break
-            if group.state is GroupState.ADMITTED:
+            if group.state == GroupState.ADMITTED:
                 taken.append(group)
                 held += quantity(self._config, group)
             else:
@@ -205,54 +186,6 @@ class Composer:
         if self._config.batch.order == "completion" or groups is None:
             return math.inf
         return math.ceil(self._config.batch.window * math.ceil(groups))
-
-
-class BatchPhase:
-    """The results are files that the jobs wrote, because a step may be large."""
-
-    def __init__(
-        self, config: RunConfig, ledger: Ledger, inputs: JobInputs, composer: Composer, groups: Groups
-    ) -> None:
-        self._estimator = config.advantages.estimator
-        self._store = open_store(config.store_url)
-        self._inputs = inputs
-        self._ledger = ledger
-        self._composer = composer
-        self._groups = groups
-
-    async def take_result(self) -> None:
-        """Give the open step its advantages if its batch phase is done. RunError if it cannot be done."""
-        for batch in list(self._ledger.batches.values()):
-            job = self._ledger.jobs.get(batch.batch_phase_id)
-            if job is None:
-                continue
-            if job.state is JobState.DEAD:
-                raise RunError(
-                    f"the batch phase of advantages.estimator = {self._estimator!r} failed at step {batch.step}: "
-                    f"{sentence(str(job.error))} Fix it, restart the compute workers, then start the run again; "
-                    "nothing is lost"
-                )
-            key = self._inputs.result_key(job)
-            if key is None:
-                continue
-            try:
-                result = await in_io_thread(job_inputs.read_advantages, self._store, key)
-                _check_advantages(batch, result, self._inputs.credit_key(job))
-            except (BlobError, StageError, OSError) as error:
-                self._groups.job_failed(job, f"its result cannot be read: {error}")
-                continue
-            self._inputs.adopt(result.credit)
-            self._composer.estimated(batch, result)
-            await self._ledger.committed()
-            crash_points.passed("estimated")
-            await in_io_thread(delete, self._store, [key])
-
-
-def _check_advantages(batch: BatchRecord, result: StepAdvantages, credit: str | None) -> None:
-    if result.credit not in (None, credit):
-        raise StageError(f"it names {result.credit!r}, which is not the file of its execution")
-    if result.advantages.keys() != {rollout.id for rollout in batch.rollouts()}:
-        raise StageError(f"it has advantages of {len(result.advantages)} other rollouts than the step's")
 
 
 class Sealer:

@@ -10,33 +10,11 @@ import orjson
 
 from headpond.errors import StageError
 from headpond.ids import TaskId
-from headpond.messages import (
-    GRACE_S,
-    MESSAGE_LIMIT_BYTES,
-    AdvantageJob,
-    AnyJob,
-    BatchPhaseJob,
-    DrawJob,
-    EncodeJob,
-    FilterJob,
-    Queue,
-    RolloutJob,
-    ScoreJob,
-    SurveyJob,
-)
 from headpond.tasks.agreement import FAILED_BY_HEADER, SETTINGS_HEADER
-from headpond.tasks.celery_app import CONTENT_TYPE, task_name
+from headpond.tasks.celery_app import CONTENT_TYPE
+from headpond.tasks.stage import GRACE_S, Message, Stage
 
-TASKS: dict[type[AnyJob], str] = {
-    RolloutJob: task_name(Queue.ROLLOUTS),
-    ScoreJob: task_name(Queue.ROLLOUTS, "score"),
-    SurveyJob: task_name(Queue.ROLLOUTS, "survey"),
-    FilterJob: task_name(Queue.FILTERING),
-    AdvantageJob: task_name(Queue.ADVANTAGES),
-    BatchPhaseJob: task_name(Queue.ADVANTAGES, "batch"),
-    DrawJob: task_name(Queue.ADVANTAGES, "draw"),
-    EncodeJob: task_name(Queue.ENCODING),
-}
+MESSAGE_LIMIT_BYTES = 4096
 SEQUENCE_HEADER = "headpond_sequence"
 ORIGIN = "headpond"
 HARD_LIMIT_AFTER_S = 2 * GRACE_S
@@ -44,7 +22,7 @@ HARD_LIMIT_AFTER_S = 2 * GRACE_S
 EMBED = '{"callbacks":null,"errbacks":null,"chain":null,"chord":null}'
 
 
-def encode(job: AnyJob, *, settings: str = "", failed_by: tuple[str, ...] = ()) -> bytes:
+def encode(stage: Stage[Any, Any], job: Message, *, settings: str = "", failed_by: tuple[str, ...] = ()) -> bytes:
     """`settings`: digest of those that its worker must have. `failed_by`: workers that must not take it."""
     body = f"[[{job.model_dump_json()}],{{}},{EMBED}]"
     message = orjson.dumps(
@@ -52,12 +30,12 @@ def encode(job: AnyJob, *, settings: str = "", failed_by: tuple[str, ...] = ()) 
             "body": body,
             "content-encoding": "utf-8",
             "content-type": CONTENT_TYPE,
-            "headers": _headers(job) | {SETTINGS_HEADER: settings, FAILED_BY_HEADER: failed_by},
+            "headers": _headers(stage.task, job) | {SETTINGS_HEADER: settings, FAILED_BY_HEADER: failed_by},
             "properties": {
                 "correlation_id": job.task_id,
                 "reply_to": "",
                 "delivery_mode": 2,
-                "delivery_info": {"exchange": "", "routing_key": job.queue},
+                "delivery_info": {"exchange": "", "routing_key": stage.queue},
                 "priority": 0,
                 "body_encoding": "utf-8",
                 "delivery_tag": job.task_id,
@@ -69,10 +47,10 @@ def encode(job: AnyJob, *, settings: str = "", failed_by: tuple[str, ...] = ()) 
     return message
 
 
-def _headers(job: AnyJob) -> dict[str, Any]:
+def _headers(task: str, job: Message) -> dict[str, Any]:
     return {
         "lang": "py",
-        "task": TASKS[type(job)],
+        "task": task,
         "id": job.task_id,
         "shadow": None,
         "eta": None,

@@ -5,8 +5,7 @@ Rollouts need the engine and a writable store; filtering (its fsync), batch phas
 
 import time
 
-from headpond.ledger.states import STEP_JOBS, JobKind
-from headpond.messages import Outcome
+from headpond.tasks.stage import Outcome
 
 RETRY_FIRST_S, RETRY_MOST_S = 1.0, 30.0
 CAUSES = {
@@ -64,24 +63,14 @@ class Gates:
         self.rollouts = Gate()
         self.filtering = Gate()
         self.encoding = Gate()
-
-    def of(self, kind: JobKind) -> Gate | None:
-        gates = {
-            JobKind.ROLLOUT: self.rollouts,
-            JobKind.EVALUATION: self.rollouts,
-            JobKind.FILTER: self.filtering,
-        }
-        return self.encoding if kind in STEP_JOBS else gates.get(kind)
+        self.all = {"rollouts": self.rollouts, "filtering": self.filtering, "encoding": self.encoding}
+        """by the name that a stage gives"""
 
     @property
     def troubles(self) -> list[str]:
-        return [gate.trouble for gate in (self.rollouts, self.filtering, self.encoding) if gate.trouble]
+        return [gate.trouble for gate in self.all.values() if gate.trouble]
 
     def worker_excluded(self, node: str) -> None:
         """Reopen the gates that only `node` has closed: the engine and the store may be fine for the others."""
-        for gate in (self.rollouts, self.filtering, self.encoding):
+        for gate in self.all.values():
             gate.worker_excluded(node)
-
-    def probe_lost(self, kind: JobKind, job: str) -> None:
-        if gate := self.of(kind):
-            gate.probe_lost(job)

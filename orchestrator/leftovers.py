@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headpond import ids, job_inputs
+from headpond import ids
 from headpond.batches import manifest_steps, read_manifest
 from headpond.batches.manifest import manifest_key
 from headpond.batches.plan import BATCHES, step_directory
@@ -31,6 +31,7 @@ from headpond.orchestrator.lock import lock_directory
 from headpond.orchestrator.release import SWEPT_AT_ONCE, Releaser, closed_files, named_files, releasable, sort_out
 from headpond.orchestrator.trainer import Trainer, trainer_state
 from headpond.store import Store, open_store
+from headpond.tasks import inputs
 
 RELEASED_STEPS = "of released steps"
 UNNAMED = "named by neither ledger nor manifest"
@@ -188,8 +189,8 @@ class Finder:
             if run != self._run:
                 yield Leftovers(OTHER_RUNS, ids.run_directory(run))
         # The orchestrator deletes those of its own run when it starts and ends; workers may be writing some.
-        if others := set(self._store.keys(job_inputs.FOLDER)) - job_inputs.keys(self._store, self._run):
-            yield Leftovers(OTHER_RUNS, job_inputs.FOLDER, keys=tuple(sorted(others)))
+        if others := set(self._store.keys(inputs.FOLDER)) - inputs.keys(self._store, self._run):
+            yield Leftovers(OTHER_RUNS, inputs.FOLDER, keys=tuple(sorted(others)))
 
     def _of_sessions(self) -> Iterator[Leftovers]:
         """Of servers that do not run. Only the store in a directory says when its files were written."""

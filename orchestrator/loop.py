@@ -23,20 +23,22 @@ from headpond.config import RunConfig
 from headpond.errors import OtherPlan
 from headpond.orchestrator import crash_points, release
 from headpond.orchestrator.broker import Broker
-from headpond.orchestrator.composer import BatchPhase, Composer, Sealer
+from headpond.orchestrator.composer import Composer, Sealer
 from headpond.orchestrator.engine.check import EngineCheck
 from headpond.orchestrator.engine.concurrency import LoadWatch
 from headpond.orchestrator.engine.replicas import ReplicaWatch
 from headpond.orchestrator.engine.weights import WeightUpdates
+from headpond.orchestrator.examples.evaluation import Evaluations
 from headpond.orchestrator.examples.retry_requests import RetryRequests
 from headpond.orchestrator.gates import Gates
-from headpond.orchestrator.groups import Groups
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.records import START, BatchRecord
 from headpond.orchestrator.lock import RunLock
+from headpond.orchestrator.pipeline import Pipeline
 from headpond.orchestrator.planner import Planner
 from headpond.orchestrator.reconciler import Reconciler
 from headpond.orchestrator.release import Releaser, Sweeper
+from headpond.orchestrator.replies import Replies
 from headpond.orchestrator.reply_stream import AT_ONCE, ReplyStream
 from headpond.orchestrator.reporting.endpoint import Endpoint
 from headpond.orchestrator.reporting.evaluations_file import EvaluationsFile
@@ -98,40 +100,41 @@ class Orchestrator:
         self.trainer = Trainer(config, ledger)
         self.gates = Gates()
         self.attendance = Attendance(config, broker, first_sequence=ledger.number("sequence"))
-        self.groups = Groups(config, ledger, self.gates, self.attendance)
-        self.evaluations = self.groups.evaluations
         self._watch_engine(engine_check)
+        self.pipeline = Pipeline(
+            config, run, ledger, self.gates, self.evaluations, batch_phase=batch_phase,
+            least_version=lambda: self.engine.least_version,
+            abandoned_versions=lambda: self.engine.abandoned.versions,
+        )  # fmt: skip
+        self.replies = Replies(config, ledger, self.pipeline, self.attendance)
         self.planner = Planner(
-            config, ledger, self.trainer, self.groups.causes, may_begin=self.engine.may_begin,
+            config, ledger, self.trainer, self.pipeline, may_begin=self.engine.may_begin,
             most_in_flight=lambda: self.load.limit.value,
         )  # fmt: skip
         self.submitter = Submitter(
-            config, run, ledger, broker, self.gates, self.attendance,
-            least_version=lambda: self.engine.least_version,
-            abandoned_versions=lambda: self.engine.abandoned.versions, may_play=lambda: not self.engine_check.pending,
+            config, run, ledger, broker, self.pipeline, self.attendance, may_play=lambda: not self.engine_check.pending,
         )  # fmt: skip
-        self.replies = ReplyStream(run, broker, ledger)
-        self.composer = Composer(config, ledger, self.trainer, batch_phase=batch_phase)
-        self.batch_phase = BatchPhase(config, ledger, self.submitter.inputs, self.composer, self.groups)
+        self.stream = ReplyStream(run, broker, ledger)
+        self.composer = Composer(config, ledger, self.trainer, self.pipeline)
         self.sealer = Sealer(config)
-        self.reconciler = Reconciler(config, run, ledger, broker, self.groups, self.gates)
+        self.reconciler = Reconciler(config, run, ledger, broker, self.pipeline, self.replies, self.gates)
         self.releaser = Releaser(config, ledger, self.trainer)
         self.sweeper = Sweeper(config, run, ledger)
-        self.shutdown = Shutdown(config, run, ledger, broker, self.replies)
+        self.shutdown = Shutdown(config, run, ledger, broker, self.stream)
         self.lags = LagPoller(broker, own=PROCESS)
         self.metrics = Metrics(config, ledger, lag, self.lags)
         self.evaluations_file = EvaluationsFile(config, ledger)
         self.sinks = Sinks(config, run)
-        self.next_step = NextStep(config, ledger, self.trainer, self.reconciler)
+        self.next_step = NextStep(config, ledger, self.trainer, self.pipeline, self.reconciler)
         self.reporter = Reporter(self._sources(http_url), on_status)
         self.retry_requests = RetryRequests(config, ledger)
         self.stall = StallWatch(config, ledger, self.trainer, self.reporter.waiting_for)
 
     def _watch_engine(self, engine_check: Sequence[str] | None) -> None:
+        self.engine = ReplicaWatch(self.config, self.run_id, self.ledger, self.trainer)
+        self.evaluations = Evaluations(self.config, self.ledger, served_version=lambda: self.engine.served_version)
         if self.config.engine.weight_update == "headpond":
             self.trainer.holds_update = self.evaluations.holds_update
-        self.engine = ReplicaWatch(self.config, self.run_id, self.ledger, self.trainer)
-        self.evaluations.served_version = lambda: self.engine.served_version
         self.weights = WeightUpdates(self.config, self.run_id, self.trainer, self.engine)
         self.load = LoadWatch(self.config, self.ledger, self.engine.all)
         self.engine_check = EngineCheck(self.config, engine_check)
@@ -148,10 +151,10 @@ class Orchestrator:
             silent=lambda: self.attendance.silent,
             replicas=self._replicas,
             evaluations=self.evaluations.status,
-            losses=self.groups.causes.recent,
+            losses=self.pipeline.causes.recent,
             next_step=self.next_step.status,
             troubles=lambda: [
-                self.broker.trouble, self.ledger.trouble, *self.gates.troubles, self.groups.causes.trouble,
+                self.broker.trouble, self.ledger.trouble, *self.gates.troubles, self.pipeline.causes.trouble,
                 self.submitter.inputs.writing.trouble, self.sealer.sealing.trouble, self.planner.trouble,
                 *self.trainer.troubles, self.metrics.writing.trouble, self.evaluations_file.writing.trouble,
                 self.releaser.releasing.trouble, self.sweeper.sweeping.trouble, *self.engine.troubles,
@@ -161,8 +164,8 @@ class Orchestrator:
 
     def _notes(self) -> list[str]:
         ends = self.done or self.stop.phase != "running"  # until then, the run waits for it
-        untrained = [*filter(None, [self.groups.causes.untrained])] if ends else []
-        untrained += self.groups.causes.notes
+        untrained = [*filter(None, [self.pipeline.causes.untrained])] if ends else []
+        untrained += self.pipeline.causes.notes
         load = [] if ends else self.load.notes  # nothing is submitted any more that it could hold back
         return [
             *untrained,
@@ -175,7 +178,7 @@ class Orchestrator:
         ]
 
     def _replicas(self) -> dict[str, Any]:
-        weights, loads, costs = self.engine.status(), self.load.status(), self.groups.replica_costs.status()
+        weights, loads, costs = self.engine.status(), self.load.status(), self.replies.replica_costs.status()
         return {url: {**weights[url], **loads.get(url, {}), **costs[url]} for url in weights}
 
     def endpoint(self) -> Endpoint:
@@ -236,7 +239,7 @@ class Orchestrator:
         return self.evaluations.awaited_at_end() or self.trainer.last_broadcast_awaited
 
     async def drive(self) -> None:
-        self.planner.survey()
+        self.pipeline.survey.begin()
         while self.stop.phase is Phase.RUNNING and (not self.done or self.awaited_at_end()):
             more_to_plan = self.evaluations.plan(ending=self.done)
             more_to_plan |= self.planner.plan()
@@ -246,7 +249,7 @@ class Orchestrator:
                 self.metrics.composed()
                 await self.ledger.committed()
                 crash_points.passed("composed")
-            await self.batch_phase.take_result()
+            await self.pipeline.batch_phase.take_result(self.replies.job_failed)
             await self.submitter.submit_waiting()
             encoded = self.composer.encoded(visible=self.sealer.visible)
             sealed = encoded is not None and await self.seal(*encoded)
@@ -287,24 +290,25 @@ class Orchestrator:
     async def deliver(self, batch: BatchRecord) -> None:
         """What takes long is computed in a thread before; the step and its metrics are one transaction."""
         await self.metrics.prepare(batch)
-        self.metrics.measure(batch)
+        ranks = [result.rank for result in self.pipeline.encode.results(batch) if result.rank]
+        self.metrics.measure(batch, ranks)
         self.ledger.deliver(batch)
 
     async def read_replies(self) -> None:
-        sent_before = await self.replies.newest()
+        sent_before = await self.stream.newest()
         while True:
-            self.groups.causes.catching_up = self.replies.behind(sent_before)
-            entries = await self.replies.read()
+            self.pipeline.causes.catching_up = self.stream.behind(sent_before)
+            entries = await self.stream.read()
             if not entries:
                 continue
             crash_points.passed("replies_read")
             async for some in in_slices(entries):
-                for reply in filter(None, map(self.replies.accept, some)):
-                    self.groups.apply(reply)
+                for reply in filter(None, map(self.stream.accept, some)):
+                    self.replies.apply(reply)
             self.changed.set()
             await self.ledger.committed()
             crash_points.passed("replies_committed")
-            await self.replies.trim()
+            await self.stream.trim()
             if len(entries) < AT_ONCE:
                 await asyncio.sleep(GATHER_S)
 
@@ -314,20 +318,21 @@ class Orchestrator:
             for node in await self.attendance.exchange():
                 self.gates.worker_excluded(node)
             snapshot = await self.reconciler.poll()
-            if not await self.caught_up_with(await self.replies.newest()):
+            if not await self.caught_up_with(await self.stream.newest()):
                 continue
             findings = await self.reconciler.judge(snapshot)
             self.changed.set()
             await self.ledger.committed()
             await remove_leases(self.broker, findings.expired_leases)
-            cancelled, self.groups.cancelled = self.groups.cancelled, []
+            play = self.pipeline.play
+            cancelled, play.cancelled = play.cancelled, []
             if revoke := findings.revoke + [job.task_id(self.run_id) for job in cancelled]:
                 await self.shutdown.revoke(revoke)
 
     async def caught_up_with(self, reply_id: str) -> bool:
         try:
             async with asyncio.timeout(CATCH_UP_S):
-                while self.replies.behind(reply_id):
+                while self.stream.behind(reply_id):
                     await asyncio.sleep(0.01)
         except TimeoutError:
             return False

@@ -4,14 +4,12 @@ import math
 from collections import Counter
 from collections.abc import Callable
 
-from headpond import ids
 from headpond.config import RunConfig
 from headpond.errors import RunError
-from headpond.ledger.states import JobKind
-from headpond.orchestrator.causes import Causes
 from headpond.orchestrator.examples.choice import Examples
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.quotas import UNFINISHED, in_groups, leftover, quotas
+from headpond.orchestrator.pipeline import Pipeline
+from headpond.orchestrator.quotas import in_groups, leftover, quotas
 from headpond.orchestrator.submission import AT_ONCE
 from headpond.orchestrator.trainer import Trainer
 
@@ -22,7 +20,7 @@ class Planner:
         config: RunConfig,
         ledger: Ledger,
         trainer: Trainer,
-        causes: Causes,
+        pipeline: Pipeline,
         *,
         may_begin: Callable[[int], bool] = lambda _: True,
         most_in_flight: Callable[[], int] | None = None,
@@ -31,7 +29,7 @@ class Planner:
         serve; by default `rollouts.max_in_flight`."""
         self._may_begin = may_begin
         self._most_in_flight = most_in_flight or (lambda: config.rollouts.max_in_flight)
-        self._causes = causes
+        self._pipeline = pipeline
         self._config = config
         self._ledger = ledger
         self._trainer = trainer
@@ -40,15 +38,7 @@ class Planner:
     def resume(self) -> None:
         """Begin a new count of dropped groups: the settings may have been corrected."""
         self._ledger.set("dropped_in_a_row", 0)
-        self._examples.resume()
-
-    def survey(self) -> None:
-        """Add a survey job for every environment whose number of examples is unknown."""
-        surveyed = {job.subject for job in self._ledger.jobs.values() if job.kind is JobKind.SURVEY}
-        for name in sorted((self._config.environments.keys() | self._config.evaluation.keys()) - surveyed):
-            if f"examples:{name}" not in self._ledger.meta:
-                # The epoch makes the id unique per start: a dead job's id is not reused.
-                self._ledger.add_job(ids.survey_job(self._ledger.number("epoch"), name), JobKind.SURVEY, name)
+        self._pipeline.draw.resume()
 
     def plan(self) -> bool:
         """Begin groups, including those that replace dropped ones. True when more could begin at once.
@@ -56,8 +46,7 @@ class Planner:
         At most as many rollouts as are submitted at once, so that each is written to the ledger once, as submitted.
         """
         self._stop_if_everything_is_dropped()
-        if self._examples.sampled:
-            self._examples.draw(self.groups_per_step())
+        self._pipeline.draw.begin(self.groups_per_step)
         size = self._config.rollouts.group_size
         room = (self._most_in_flight() - self._ledger.ungenerated) // size
         missing = self._missing()
@@ -135,10 +124,7 @@ class Planner:
 
     def _open_groups(self) -> dict[str, float]:
         """environment -> open groups. Admitted ones may be partial and count by their quantity."""
-        pending = Counter[str]()
-        for (environment, state), number in self._ledger.group_counts.items():
-            if state in UNFINISHED:
-                pending[environment] += number
+        pending = self._ledger.unfinished
         admitted, unit = self._ledger.admitted, self._config.batch.unit
         return {name: pending[name] + self._in_groups(name, admitted[name, unit]) for name in self._config.environments}
 
@@ -154,4 +140,6 @@ class Planner:
     def _stop_if_everything_is_dropped(self) -> None:
         dropped = self._ledger.number("dropped_in_a_row")
         if dropped and dropped >= self._config.batch.max_empty_batches * self.groups_per_step():
-            raise RunError(f"stopped after {dropped} groups without a usable rollout. {self._causes.explain()}")
+            raise RunError(
+                f"stopped after {dropped} groups without a usable rollout. {self._pipeline.causes.explain()}"
+            )

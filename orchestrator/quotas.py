@@ -4,12 +4,10 @@ import math
 from collections.abc import Mapping
 
 from headpond.config import RunConfig
-from headpond.ledger.states import GroupState, RolloutState
+from headpond.ledger.states import RolloutState
 from headpond.orchestrator.examples.choice import Examples
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.records import GroupRecord
-
-UNFINISHED = frozenset(GroupState) - {GroupState.ADMITTED, GroupState.BATCHED, GroupState.CLOSED}
 
 
 def quotas(config: RunConfig, step: int, most: Mapping[str, int] | None = None) -> dict[str, int]:
@@ -36,7 +34,7 @@ def leftover(config: RunConfig, ledger: Ledger, examples: Examples) -> dict[str,
     return {
         name: ledger.admitted[name, config.batch.unit]
         for name in filter(examples.used_up, config.environments)
-        if not any(ledger.group_counts[name, state] for state in UNFINISHED)
+        if not ledger.unfinished[name]
     }
 
 

@@ -14,18 +14,18 @@ from typing import Any
 
 from headpond.config import RunConfig
 from headpond.ids import LeaseId, LeaseValue
-from headpond.ledger.states import GroupState, JobKind, JobState, RolloutState
-from headpond.messages import GRACE_S, Queue
+from headpond.ledger.states import GroupState, JobState
 from headpond.orchestrator import envelope
 from headpond.orchestrator.broker import Broker
 from headpond.orchestrator.gates import Gates
-from headpond.orchestrator.groups import Groups
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.records import JobRecord
+from headpond.orchestrator.pipeline import Pipeline
+from headpond.orchestrator.replies import Replies
 from headpond.orchestrator.slices import in_slices
-from headpond.orchestrator.staleness import Staleness
-from headpond.orchestrator.submission import timeout_s
 from headpond.orchestrator.workforce.leases import read_leases
+from headpond.queues import Queue
+from headpond.tasks.stage import GRACE_S
 
 logger = logging.getLogger("headpond.reconciler")
 
@@ -88,14 +88,21 @@ class Findings:
 
 class Reconciler:
     def __init__(
-        self, config: RunConfig, run: str, ledger: Ledger, broker: Broker, groups: Groups, gates: Gates
+        self,
+        config: RunConfig,
+        run: str,
+        ledger: Ledger,
+        broker: Broker,
+        pipeline: Pipeline,
+        replies: Replies,
+        gates: Gates,
     ) -> None:
         self._config = config
         self._run = run
         self._ledger = ledger
         self._broker = broker
-        self._staleness = Staleness(config, ledger)
-        self._groups = groups
+        self._pipeline = pipeline
+        self._replies = replies
         self._gates = gates
         self.poll_s = min(POLL_MOST_S, config.recovery.lease_s / POLLS_PER_LEASE)
         self._beats: dict[str, Beat] = {}
@@ -149,7 +156,7 @@ class Reconciler:
             for job in some:
                 if job.state is not JobState.SUBMITTED or job.sequence > snapshot.last_sequence:
                     continue
-                beating, queued = alive.get((job.id, job.attempt)), job.sequence >= queued_from[job.kind.queue]
+                beating, queued = alive.get((job.id, job.attempt)), job.sequence >= queued_from[job.queue]
                 # Most jobs are still queued and need no observation.
                 if beating is not None or not queued or job.id in self._observed:
                     still_observed[job.id] = self._judge_job(job, queued, passed_s, beating, findings)
@@ -170,12 +177,12 @@ class Reconciler:
         async for some in in_slices([*running, *(self._ages_s.keys() - running)], JUDGED_AT_ONCE):
             for id in some:
                 group = self._ledger.groups.get(id)
-                if group is None or group.state is not GroupState.COLLECTING:
+                if group is None or group.state != GroupState.PLAYING:
                     self._ages_s.pop(id, None)
                     continue
                 age_s = self._ages_s[id] = self._ages_s.get(id, 0.0) + (passed_s if id in running else 0.0)
                 if age_s > self._config.rollouts.group_timeout_s:
-                    self._groups.stop_waiting(group)
+                    self._pipeline.play.stop_waiting(group)
 
     async def _alive(self, snapshot: Snapshot, passed_s: float, findings: Findings) -> dict[tuple[str, int], bool]:
         """(job, attempt) -> whether one of its leases beats; no entry without a lease."""
@@ -191,7 +198,7 @@ class Reconciler:
                 if beat.id and beat.id.run == self._run:
                     alive[beat.id.job, beat.id.attempt] |= beating
                     if job := self._ledger.jobs.get(beat.id.job):
-                        seen.queues.add(job.kind.queue)
+                        seen.queues.add(job.queue)
                 if held := LeaseValue.match(value):
                     seen.by_worker[held.worker] += 1
                     if beat.id and beating:
@@ -216,29 +223,24 @@ class Reconciler:
         if alive:
             observed.missing_s = 0.0
             observed.running_s += passed_s
-            self._mark_running(job)
             if observed.version is None:
                 observed.version = self._ledger.number("policy_version")
-            if job.kind is JobKind.ROLLOUT and self._staleness.drops(observed.version):
-                self._groups.cancel_stale(job)
-            elif observed.running_s > timeout_s(self._config, job.kind) + GRACE_S + self._config.recovery.lease_s:
+            stage = self._pipeline.stage_of(job)
+            cancelled = stage.seen_running(job, observed.version)
+            if not cancelled and observed.running_s > stage.timeout_s + GRACE_S + self._config.recovery.lease_s:
                 findings.revoke.append(job.task_id(self._run))
-                self._groups.job_lost(
+                self._replies.job_lost(
                     job, f"still running {observed.running_s:.0f} s after its start, over its time-out"
                 )
         elif alive is False:
-            self._groups.job_lost(job, "the worker's lease expired")
+            self._replies.job_lost(job, "the worker's lease expired")
         elif queued:
             observed.missing_s = 0.0
         else:
             observed.missing_s += passed_s
             if observed.missing_s > self._config.recovery.lease_s:
-                self._groups.job_lost(job, "not queued, not running, and no reply")
+                self._replies.job_lost(job, "not queued, not running, and no reply")
         return observed
-
-    def _mark_running(self, job: JobRecord) -> None:
-        if job.kind is JobKind.ROLLOUT and (rollout := self._ledger.rollout(job)).state is RolloutState.SUBMITTED:
-            self._ledger.move(rollout, RolloutState.RUNNING)
 
 
 def _queued_from(snapshot: Snapshot, queue: Queue) -> float:

@@ -6,9 +6,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from headpond import redis_keys
-from headpond.messages import Reply
 from headpond.orchestrator.broker import Broker
 from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.tasks.stage import Reply
 
 logger = logging.getLogger("headpond.replies")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from headpond import ids, job_inputs
+from headpond import ids
 from headpond.batches.plan import BATCHES
 from headpond.config import RunConfig
 from headpond.config.declared import changes, shared_settings
@@ -20,6 +20,7 @@ from headpond.ledger import schema
 from headpond.orchestrator.housekeeping import Reported
 from headpond.store import Store, atomic, open_store
 from headpond.store.opening import owner_of, relative_path, run_store_url, stored_url
+from headpond.tasks import inputs
 from headpond.version import release
 
 logger = logging.getLogger("headpond.orchestrator")
@@ -68,7 +69,7 @@ def begin_or_resume(config: RunConfig) -> str:
             write_json(config.run_dir / "run.json", content, durable=True)
         with _explained_store(store):
             _claim_store(store, content["run"])
-    for folder in (BATCHES, job_inputs.FOLDER):
+    for folder in (BATCHES, inputs.FOLDER):
         with Reported(f"remove incomplete files of {folder}"):
             store.tidy(folder)
     with Reported(f"remove incomplete files of {config.run_dir}"):

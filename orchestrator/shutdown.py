@@ -11,11 +11,10 @@ from typing import Any
 from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
-from headpond import ids, job_inputs, redis_keys
+from headpond import ids, redis_keys
 from headpond.config import RunConfig
 from headpond.ids import LeaseId
 from headpond.ledger.states import IN_FLIGHT, GroupState, JobState
-from headpond.messages import Queue
 from headpond.orchestrator import envelope
 from headpond.orchestrator.broker import Broker
 from headpond.orchestrator.housekeeping import Reported, delete
@@ -25,9 +24,10 @@ from headpond.orchestrator.reply_stream import ReplyStream
 from headpond.orchestrator.slices import in_slices
 from headpond.orchestrator.submission import MESSAGES_AT_ONCE
 from headpond.orchestrator.workforce.leases import LEASES_AT_ONCE, read_leases, remove_leases
+from headpond.queues import Queue
 from headpond.runtime.offload import in_io_thread
 from headpond.store import Store, open_store
-from headpond.tasks import app
+from headpond.tasks import app, inputs
 from headpond.tasks.celery_app import broker_settings
 
 logger = logging.getLogger("headpond.orchestrator")
@@ -134,15 +134,14 @@ class Shutdown:
         """A group at a time with all its jobs: replies are applied between the slices, and may add a job to a group."""
         async for some in in_slices(list(self._ledger.groups.values()), CANCELLED_AT_ONCE):
             for group in some:
-                if group.state is not GroupState.CLOSED:
+                if group.state != GroupState.CLOSED:
                     self._cancel(group)
             self._ledger.commit_soon()
         for job in list(self._ledger.jobs.values()):  # surveys
             self._ledger.end(job, JobState.CANCELLED)
 
     def _cancel(self, group: GroupRecord) -> None:
-        rollouts = (rollout.id for rollout in group.rollouts)
-        for id in (*rollouts, *(job(group.id) for job in (ids.score_job, ids.filter_job, ids.advantages_job))):
+        for id in (*(rollout.id for rollout in group.rollouts), ids.group_job(group.id, group.state)):
             if job := self._ledger.jobs.get(id):
                 self._ledger.end(job, JobState.CANCELLED)
         for rollout in group.of(*IN_FLIGHT):
@@ -181,7 +180,7 @@ def _revoke(task_ids: list[str]) -> None:
 
 def _delete_inputs(store: Store, run: str) -> None:
     with Reported("list the job inputs"):
-        delete(store, job_inputs.keys(store, run))
+        delete(store, inputs.keys(store, run))
 
 
 async def _take(client: Any, queue: Queue) -> list[bytes]:

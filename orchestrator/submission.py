@@ -7,37 +7,30 @@ from collections.abc import Callable
 from typing import Any
 
 from headpond.config import RunConfig
-from headpond.ids import EncodeJobId, RolloutId
-from headpond.ledger.states import JobKind, JobState
-from headpond.messages import (
-    AdvantageJob,
-    AnyJob,
-    BatchPhaseJob,
-    DrawJob,
-    EncodeJob,
-    FilterJob,
-    Queue,
-    RolloutJob,
-    ScoreJob,
-    SurveyJob,
-)
+from headpond.ledger.states import JobState
 from headpond.orchestrator import crash_points, envelope
 from headpond.orchestrator.broker import Broker
-from headpond.orchestrator.gates import Gate, Gates
-from headpond.orchestrator.inputs import JobInputs
+from headpond.orchestrator.gates import Gate
+from headpond.orchestrator.housekeeping import Reported, delete
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.records import JobRecord
+from headpond.orchestrator.pipeline import Pipeline
 from headpond.orchestrator.slices import in_slices
 from headpond.orchestrator.workforce.attendance import Attendance
+from headpond.queues import Queue
+from headpond.runtime.offload import in_io_thread
+from headpond.store import Store, open_store
+from headpond.tasks import inputs
+from headpond.tasks.inputs import Content
 
 logger = logging.getLogger("headpond.submission")
 
-GATED = (JobKind.FILTER, JobKind.BATCH_PHASE, JobKind.ENCODE, JobKind.EVALUATION, JobKind.ROLLOUT)
-PLAYED = (JobKind.EVALUATION, JobKind.ROLLOUT)
-UNGATED = tuple(kind for kind in JobKind if kind not in GATED)
 AT_ONCE = 32  # jobs for one commit and one Redis command
 LOOKED_AT_AT_ONCE = 4_000  # waiting jobs: about 1 ms. Thousands wait when the engine is away or a run is resumed
 MESSAGES_AT_ONCE = 100  # to parse: about 1 ms
+LOOK_ABOVE = 64  # files that may be left although no job reads them: looking for them costs as much as is open
+GROUPS_AT_ONCE = 1_000  # groups: about 1 ms
+FORGOTTEN_AT_ONCE = 100  # files: freeing the contents takes about 0.5 ms. 2,500 at once took 10 ms
 
 
 class Submitter:
@@ -47,25 +40,19 @@ class Submitter:
         run: str,
         ledger: Ledger,
         broker: Broker,
-        gates: Gates,
+        pipeline: Pipeline,
         attendance: Attendance,
         *,
-        least_version: Callable[[], int] = lambda: 0,
-        abandoned_versions: Callable[[], tuple[int, ...]] = lambda: (),
         may_play: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`least_version` and `abandoned_versions`: which weights may serve a job that is submitted now. `may_play`:
-        whether the engine is known to be usable."""
-        self._least_version = least_version
-        self._abandoned_versions = abandoned_versions
+        """`may_play`: whether the engine is known to be usable."""
         self._may_play = may_play
         self._attendance = attendance
-        self._config = config
         self._run = run
         self._ledger = ledger
         self._broker = broker
-        self._gates = gates
-        self.inputs = JobInputs(config, run, ledger)
+        self._pipeline = pipeline
+        self.inputs = InputFiles(config, run, ledger, pipeline)
 
     async def remove_leftovers(self) -> None:
         """Remove the queued messages of other runs, which no orchestrator waits for: call with the lock held."""
@@ -88,18 +75,18 @@ class Submitter:
 
     async def submit_waiting(self) -> None:
         """Submit every job that waits and is due. Stages before rollouts: groups are finished before others begin."""
-        now, due = time.monotonic(), defaultdict[JobKind, list[JobRecord]](list)
+        now, due = time.monotonic(), defaultdict[str, list[JobRecord]](list)
         async for some in in_slices(list(self._ledger.waiting.values()), LOOKED_AT_AT_ONCE):
             for job in some:
                 if job.not_before <= now:
-                    due[job.kind].append(job)
-        await self._submit_kinds([job for kind in UNGATED for job in due[kind]])
-        for kind in GATED:
-            if kind not in PLAYED or self._may_play():
-                await self._submit_kinds(due[kind])
+                    due[job.stage].append(job)
+        stages = self._pipeline.stages.values()
+        await self._submit_due(None, [job for stage in stages if not stage.gate for job in due[stage.name]])
+        for stage in sorted((stage for stage in stages if stage.gate), key=lambda stage: stage.stage.ends_itself):
+            if not stage.stage.ends_itself or self._may_play():
+                await self._submit_due(stage.gate, due[stage.name])
 
-    async def _submit_kinds(self, jobs: list[JobRecord]) -> None:
-        gate = self._gates.of(jobs[0].kind) if jobs else None
+    async def _submit_due(self, gate: Gate | None, jobs: list[JobRecord]) -> None:
         for first in range(0, len(jobs), AT_ONCE):
             if gate and not gate.open:
                 await self._submit_probe(gate, jobs[first:])
@@ -126,7 +113,7 @@ class Submitter:
             for job in some:
                 if job.state is JobState.WAITING:
                     self._ledger.submit(job)
-                    messages[job.kind.queue].append(self._encoded(job))
+                    messages[job.queue].append(self._encoded(job))
         await self._ledger.committed()
         crash_points.passed("submitted")
         for queue, encoded in messages.items():
@@ -136,64 +123,74 @@ class Submitter:
 
     def _encoded(self, job: JobRecord) -> bytes:
         attendance = self._attendance
+        stage = self._pipeline.stage_of(job)
         return envelope.encode(
-            self._message(job), settings=attendance.digest_for(job), failed_by=attendance.listed(job)
+            stage.stage, stage.message(job), settings=attendance.digest_for(job), failed_by=attendance.listed(job)
         )
-
-    def _message(self, job: JobRecord) -> AnyJob:
-        common = self._common(job)
-        match job.kind:
-            case JobKind.SURVEY:
-                return SurveyJob(**common, environment=job.subject)
-            case JobKind.ROLLOUT:
-                group = self._ledger.groups[job.subject]
-                common |= {"group": group.id, "environment": group.environment, "example": group.example}
-                return RolloutJob(**common, **self._weights(), seed=self._config.seed)
-            case JobKind.EVALUATION:
-                evaluation = self._ledger.evaluations[int(job.subject)]
-                id = RolloutId.parse(job.id)
-                example = id.number // evaluation.rollouts
-                common |= {"group": id.group, "environment": evaluation.name, "example": example}
-                return RolloutJob(**common, **self._weights(), seed=self._config.seed)
-            case JobKind.SCORE:
-                environment = self._ledger.groups[job.subject].environment
-                return ScoreJob(**common, environment=environment, plan=self.inputs.key(job))
-            case JobKind.EVALUATION_SCORE:
-                environment = self._ledger.evaluations[int(job.subject)].name
-                return ScoreJob(**common, environment=environment, plan=self.inputs.key(job))
-            case JobKind.FILTER:
-                return FilterJob(**common, plan=self.inputs.key(job))
-            case JobKind.ADVANTAGE:
-                return AdvantageJob(**common, plan=self.inputs.key(job))
-            case JobKind.DRAW:
-                return DrawJob(**common, environment=job.subject, plan=self.inputs.key(job))
-            case JobKind.BATCH_PHASE:
-                batch = self._ledger.batches[int(job.subject)]
-                return BatchPhaseJob(**common, plan=self.inputs.key(job), step=batch.step, formation=batch.formation)
-            case JobKind.ENCODE:
-                step, data_rank = int(job.subject), EncodeJobId.parse(job.id).data_rank
-                return EncodeJob(**common, plan=self.inputs.key(job), step=step, data_rank=data_rank)
-
-    def _weights(self) -> dict[str, Any]:
-        return {
-            "policy_version": self._ledger.number("policy_version"),
-            "least_version": self._least_version(),
-            "abandoned_versions": self._abandoned_versions(),
-        }
-
-    def _common(self, job: JobRecord) -> dict[str, Any]:
-        return {
-            "run": self._run,
-            "job": job.id,
-            "attempt": job.attempt,
-            "sequence": job.sequence,
-            "timeout_s": timeout_s(self._config, job.kind),
-        }
-
-
-def timeout_s(config: RunConfig, kind: JobKind) -> float:
-    return config.rollouts.timeout_s if kind in PLAYED else config.recovery.stage_timeout_s
 
 
 async def _remove(client: Any, queue: Queue, message: bytes) -> None:
     await client.lrem(queue, 0, message)
+
+
+class InputFiles:
+    """The files that jobs read: written before submission, deleted when no job needs them."""
+
+    def __init__(self, config: RunConfig, run: str, ledger: Ledger, pipeline: Pipeline) -> None:
+        self._run = run
+        self._ledger = ledger
+        self._pipeline = pipeline
+        self._store = open_store(config.store_url)
+        self._written: dict[str, Content | None] = dict.fromkeys(inputs.keys(self._store, run))
+        """files in the store; None for those of an earlier orchestrator"""
+        self._look_at = 0
+        self.writing = Reported(f"write to the store {self._store}", "free space or repair it; nothing is lost")
+
+    async def ensure(self, jobs: list[JobRecord]) -> bool:
+        """Write the files that `jobs` read. False when the store cannot be written: the jobs wait.
+
+        An unchanged file is not written again, except for a job that is retried: it may have failed for lack of it.
+        """
+        readers: dict[str, JobRecord] = {}
+        retried: set[str] = set()
+        for job in jobs:
+            stage = self._pipeline.stage_of(job)
+            if (key := stage.key(job)) is not None:
+                readers[key] = job
+                retried |= {key} if job.attempt else set()
+                self._written |= {other: self._written.get(other) for other in stage.reads_besides(job)}
+        contents = {key: await self._pipeline.stage_of(job).inputs(job) for key, job in readers.items()}
+        wanted = {key: new for key, new in contents.items() if key in retried or self._written.get(key) != new}
+        if not wanted:
+            return True
+        stale = await self._stale() - contents.keys()
+        with self.writing:
+            await in_io_thread(_write_and_delete, self._store, wanted, stale)
+        if self.writing.trouble:
+            return False
+        async for some in in_slices(list(stale), FORGOTTEN_AT_ONCE):
+            for key in some:
+                self._written.pop(key)
+        self._written |= wanted
+        return True
+
+    async def _stale(self) -> set[str]:
+        """The files that are not needed: looked for when there are twice as many as the last look has left."""
+        if len(self._written) < self._look_at:
+            return set()
+        # Only the caller's task writes files, so that no other file is needed after a slice than before it.
+        stages = self._pipeline.stages.values()
+        needed = {key for stage in stages for key in stage.needed_inputs()}
+        _, *reading = self._pipeline.of_group
+        groups = self._ledger.groups_in(*(stage.name for stage in reading))
+        async for some in in_slices(groups, GROUPS_AT_ONCE):
+            needed |= {inputs.key(self._run, group.id) for group in some}
+        stale = self._written.keys() - needed
+        self._look_at = max(LOOK_ABOVE, 2 * (len(self._written) - len(stale)))
+        return stale
+
+
+def _write_and_delete(store: Store, wanted: dict[str, Content], stale: set[str]) -> None:
+    for key, content in wanted.items():
+        inputs.write(store, key, content)
+    delete(store, stale)

@@ -18,8 +18,9 @@ from pydantic import Field, ValidationError
 from headpond import ids
 from headpond.config import RunConfig
 from headpond.config.declared import settings_used_by
-from headpond.messages import WireModel, shortened
+from headpond.errors import shortened
 from headpond.queues import WorkerKind
+from headpond.records.wire import WireModel
 from headpond.version import release
 
 SETTINGS_HEADER = "headpond_settings"

@@ -16,8 +16,7 @@ from kombu.serialization import register
 from headpond import config
 from headpond.config import redis_address
 from headpond.errors import ConfigError
-from headpond.messages import Queue
-from headpond.queues import WorkerKind
+from headpond.queues import Queue, WorkerKind
 
 CONTENT_TYPE = "application/x-orjson"
 SOCKET_TIMEOUT_S = 30
@@ -31,11 +30,6 @@ def settings() -> config.RunConfig:
         return config.load(None)
     except ConfigError as error:
         raise SystemExit(f"headpond: {error}") from error
-
-
-def task_name(queue: Queue, task: str = "run") -> str:
-    """Names are explicit, so that import paths never reach the wire."""
-    return f"headpond.{queue.value}.{task}"
 
 
 def _dumps(value: object) -> str:
@@ -72,7 +66,7 @@ def _configuration() -> dict[str, Any]:
         # A message that a rate limit holds back in the worker has no lease and looks lost.
         "worker_disable_rate_limits": True,
         "task_queues": [kombu.Queue(name.value, kombu.Exchange(name.value), routing_key=name.value) for name in Queue],
-        "task_routes": {task_name(name, "*"): {"queue": name.value} for name in Queue},
+        "task_routes": {f"headpond.{name.value}.*": {"queue": name.value} for name in Queue},
         "task_default_queue": Queue.ROLLOUTS.value,
         "task_create_missing_queues": False,
         "worker_send_task_events": True,

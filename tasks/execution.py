@@ -14,10 +14,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import redis
 import redis.asyncio
@@ -26,25 +26,20 @@ from redis.exceptions import RedisError
 
 from headpond import ids, redis_keys
 from headpond.config import RunConfig
-from headpond.errors import BlobUnwritten, EngineUnreachable, HeadpondError, StageError, text_of
-from headpond.messages import (
-    GRACE_S,
-    REPLY_LIMIT_BYTES,
-    AnyJob,
-    AnyResult,
-    Outcome,
-    Reply,
-    RolloutJob,
-    RolloutResult,
-    shortened,
-)
+from headpond.errors import BlobUnwritten, EngineUnreachable, HeadpondError, StageError, shortened, text_of
 from headpond.queues import WorkerKind
+from headpond.records.rollout import RolloutResult
+from headpond.records.wire import Result
 from headpond.replica_use import ASKED, ReplicaUse
 from headpond.runtime.lag_summaries import redis_publisher
 from headpond.runtime.loop_lag import blocked_place
 from headpond.tasks.agreement import Identity, identity, message_headers
 from headpond.tasks.celery_app import settings
 from headpond.tasks.leases import LeaseKeeper
+from headpond.tasks.stage import GRACE_S, REPLY_LIMIT_BYTES, Call, Message, Outcome, Reply, Stage
+
+if TYPE_CHECKING:  # only rollout workers load environments and the engine's client
+    from headpond.tasks.player import Player
 
 logger = logging.getLogger("headpond.execution")
 
@@ -72,7 +67,8 @@ class EncodedReply(NamedTuple):
 class Execution:
     """One execution of one message. Its id distinguishes two deliveries of the same message."""
 
-    job: AnyJob
+    stage: Stage[Any, Any]
+    job: Message
     worker: str
     identity: Identity
     id: str = field(default_factory=ids.new_execution)
@@ -82,7 +78,10 @@ class Execution:
     def lease(self) -> str:
         return str(ids.LeaseId(self.job.run, self.job.job, self.job.attempt, self.id))
 
-    def done(self, result: AnyResult) -> EncodedReply:
+    def call(self, config: RunConfig, player: "Player | None" = None) -> Call[Any]:
+        return Call(message=self.job, execution=self.id, config=config, opened=player)
+
+    def done(self, result: Any) -> EncodedReply:
         """The encoded result. If the orchestrator could not read it, an encoded failure that says why."""
         try:
             uses = result.replica_uses if isinstance(result, RolloutResult) else None
@@ -119,8 +118,8 @@ class Execution:
         return EncodedReply(self._reply(Outcome.DECLINED, error=why).model_dump_json().encode(), None)
 
     def timed_out(self) -> BlobUnwritten | TimeoutError:
-        """A rollout ends by itself at its time-out: what takes longer is the store."""
-        if isinstance(self.job, RolloutJob):
+        """A body that ends itself at its time-out has waited for the store."""
+        if self.stage.ends_itself:
             return BlobUnwritten(
                 f"the rollout was not stored within {GRACE_S:g} s after its time-out ({self.job.timeout_s:g} s): "
                 "check the speed of the store"
@@ -131,13 +130,13 @@ class Execution:
         self,
         outcome: Outcome,
         *,
-        result: AnyResult | None = None,
+        result: Result | None = None,
         error: str | None = None,
         replica_uses: Mapping[str, ReplicaUse] | None = None,
     ) -> Reply:
         job = self.job
         return Reply(
-            run=job.run, job=job.job, attempt=job.attempt, execution=self.id, worker=self.worker,
+            stage=self.stage.name, run=job.run, job=job.job, attempt=job.attempt, execution=self.id, worker=self.worker,
             node=self.identity.node, settings=self.identity.settings, outcome=outcome, result=result,
             error=shortened(error) if error else None, replica_uses=dict(replica_uses or {}),
             duration_s=round(time.monotonic() - self.started, 6),
@@ -212,6 +211,7 @@ class AsyncExecutor:
 
     def __init__(self, config: RunConfig) -> None:
         self.name = str(ids.WorkerId.of_this_process())
+        self._config = config
         self._identity = identity(config, WorkerKind.ROLLOUTS)
         self._sync_client = redis.Redis.from_url(config.redis_url, socket_timeout=TIMEOUT_S)
         # The client's own time-out swallows cancellations on Python 3.11; callers set one with asyncio.timeout.
@@ -273,8 +273,8 @@ class AsyncExecutor:
                 self._ended.add(lease)
                 limit.reschedule(self._loop.time())
 
-    async def execute(self, job: AnyJob, body: Callable[[str], Awaitable[AnyResult]]) -> None:
-        execution = Execution(job=job, worker=self.name, identity=self._identity)
+    async def execute(self, stage: Stage[Any, Any], job: Message, player: "Player | None" = None) -> None:
+        execution = Execution(stage=stage, job=job, worker=self.name, identity=self._identity)
         if refusal := execution.declined():
             await self._outbox.write(lambda pipe: write_reply(pipe, execution, refusal.content))
             return
@@ -286,7 +286,7 @@ class AsyncExecutor:
             await self._outbox.write(lambda pipe: write_lease(pipe, execution.lease, value))
             async with limit:
                 self._limits[execution.lease] = limit
-                result = await body(execution.id)
+                result = await stage.body(execution.call(self._config, player))
             reply = execution.done(result)
         except BaseException as error:  # noqa: BLE001  any error becomes the reply, and is raised again below
             if isinstance(error, TimeoutError) and limit.expired():
@@ -308,21 +308,22 @@ class SyncExecutor:
 
     def __init__(self, config: RunConfig) -> None:
         self.name = str(ids.WorkerId.of_this_process())
+        self._config = config
         self._identity = identity(config, WorkerKind.COMPUTE)
         self._client = redis.Redis.from_url(config.redis_url, socket_timeout=TIMEOUT_S)
         lease_client = redis.Redis.from_url(config.redis_url, socket_timeout=TIMEOUT_S)
         self._leases = LeaseKeeper(lease_client, worker=self.name, lease_s=config.recovery.lease_s)
         self._leases.start()
 
-    def execute(self, job: AnyJob, body: Callable[[str], AnyResult]) -> None:
-        execution = Execution(job=job, worker=self.name, identity=self._identity)
+    def execute(self, stage: Stage[Any, Any], job: Message) -> None:
+        execution = Execution(stage=stage, job=job, worker=self.name, identity=self._identity)
         if refusal := execution.declined():
             self._write(lambda pipe: write_reply(pipe, execution, refusal.content))
             return
         value = self._leases.hold(execution.lease)
         try:
             self._write(lambda pipe: write_lease(pipe, execution.lease, value))
-            reply = execution.done(body(execution.id))
+            reply = execution.done(stage.body(execution.call(self._config)))
         except BaseException as error:  # noqa: BLE001  as above
             reply = execution.failed(error, released=isinstance(error, WorkerStopping))
         try:

@@ -1,34 +1,82 @@
-"""No-op stages for tests and benchmarks (`headpond.config.test_hooks`), with configured durations and faults.
+"""No-op bodies for tests and benchmarks (`headpond.config.test_hooks`), with configured durations and faults.
 
-Pure functions of the job and the settings, in place of the real stages.
+`install` puts them into the registry of stages. For environments with `use = "noop"`, each is a pure function of the
+job and the settings. For all others, it calls the body of the stage.
 """
 
 import asyncio
+import dataclasses
 import time
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import xxhash
 
 from headpond.batches import BatchPlan, EncodedRank
-from headpond.config.test_hooks import Noop
+from headpond.config.test_hooks import Noop, noop_settings
 from headpond.errors import EngineUnreachable, InfrastructureFailure
-from headpond.messages import (
-    AdvantageJob,
-    AdvantageResult,
-    EncodeJob,
-    EncodeResult,
-    FilterJob,
-    FilterResult,
-    GroupInputs,
-    Job,
-    RolloutJob,
-    RolloutResult,
-)
+from headpond.records.inputs import GroupInputs, StepValues
+from headpond.records.rollout import RolloutResult
 from headpond.store import BlobRef
+from headpond.tasks import inputs
+from headpond.tasks.stage import Body, Call, Message, all_stages
+from headpond.tasks.stages.advantage import AdvantageResult
+from headpond.tasks.stages.batch_phase import BatchPhaseResult, estimate
+from headpond.tasks.stages.encode import EncodeResult
+from headpond.tasks.stages.filter import FilterResult
+from headpond.tasks.stages.survey import SurveyResult
 
 HOLD_POLL_S = 0.5  # 1,000 held rollouts look for the file 2,000 times a second
+NoopBody = Callable[[Call[Any], Noop], Any]
 
 
-async def rollout(job: RolloutJob, noop: Noop) -> RolloutResult:
+def install() -> None:
+    """Call once per process, before the first job."""
+    for name, (environments, body) in BODIES.items():
+        stage = all_stages()[name]
+        all_stages()[name] = dataclasses.replace(stage, body=_or_real(stage.body, environments, body))
+
+
+def _or_real(
+    real: Body[Any, Any], environments: Callable[[Call[Any]], Iterable[str]], body: NoopBody
+) -> Body[Any, Any]:
+    def chosen(call: Call[Any]) -> Any:
+        hooks = noop_settings(call.config, *environments(call))
+        return body(call, hooks) if hooks else real(call)
+
+    return chosen
+
+
+def _environment(call: Call[Any]) -> Iterable[str]:
+    return [call.message.environment]
+
+
+def _of_group(call: Call[Any]) -> Iterable[str]:
+    return [_group(call).environment]
+
+
+def _of_step(call: Call[Any]) -> Iterable[str]:
+    return set(inputs.read(call.store, call.message.plan, StepValues).environments)
+
+
+def _of_plan(call: Call[Any]) -> Iterable[str]:
+    return _plan(call).envs
+
+
+def _group(call: Call[Any]) -> GroupInputs:
+    return inputs.read(call.store, call.message.plan, GroupInputs)
+
+
+def _plan(call: Call[Any]) -> BatchPlan:
+    return inputs.read(call.store, call.message.plan, BatchPlan)
+
+
+async def survey(call: Call[Any], noop: Noop) -> SurveyResult:
+    return SurveyResult(examples=noop.examples, scores_groups=False)
+
+
+async def play(call: Call[Any], noop: Noop) -> RolloutResult:
+    job = call.message
     while noop.wedge_while and noop.wedge_while.exists():
         time.sleep(0.05)  # noqa: ASYNC251  the purpose is to block the loop
     if noop.engine_down_while and noop.engine_down_while.exists():
@@ -47,25 +95,32 @@ async def rollout(job: RolloutJob, noop: Noop) -> RolloutResult:
     )
 
 
-def filtering(job: FilterJob, group: GroupInputs, noop: Noop) -> FilterResult:
-    work(job, noop)
-    dropped = {m.rollout: "noop" for m in group.members if chance(0, m.rollout, "drop") < noop.drop_rate}
+def filtering(call: Call[Any], noop: Noop) -> FilterResult:
+    work(call.message, noop)
+    dropped = {m.rollout: "noop" for m in _group(call).members if chance(0, m.rollout, "drop") < noop.drop_rate}
     return FilterResult(dropped=dropped)
 
 
-def advantages(job: AdvantageJob, group: GroupInputs, noop: Noop) -> AdvantageResult:
-    work(job, noop)
-    mean = sum(member.result.reward for member in group.members) / len(group.members)
-    return AdvantageResult(advantages={member.rollout: member.result.reward - mean for member in group.members})
+def advantages(call: Call[Any], noop: Noop) -> AdvantageResult:
+    work(call.message, noop)
+    members = _group(call).members
+    mean = sum(member.result.reward for member in members) / len(members)
+    return AdvantageResult(advantages={member.rollout: member.result.reward - mean for member in members})
 
 
-def encoding(job: EncodeJob, plan: BatchPlan, noop: Noop, execution: str) -> EncodeResult:
+def batch_phase(call: Call[Any], noop: Noop) -> BatchPhaseResult:
+    work(call.message, noop)
+    return estimate(call)
+
+
+def encoding(call: Call[Any], noop: Noop) -> EncodeResult:
+    plan, job = _plan(call), call.message
     work(job, noop)
     mine = plan.rollouts[job.data_rank :: plan.rules.data_ranks]
     rank = EncodedRank(
         plan=plan.digest,
         data_rank=job.data_rank,
-        file=BlobRef(key=f"{plan.directory}/rank_{job.data_rank:02d}.{execution}.none", size=0, checksum=""),
+        file=BlobRef(key=f"{plan.directory}/rank_{job.data_rank:02d}.{call.execution}.none", size=0, checksum=""),
         micro_batches=0,
         tokens=0,
         samples=len(mine),
@@ -79,12 +134,23 @@ def chance(seed: int, *parts: object) -> float:
     return xxhash.xxh3_64_intdigest("/".join(map(str, parts)).encode(), seed=seed & 0xFFFF_FFFF) / 2**64
 
 
-def work(job: Job, noop: Noop) -> None:
+def work(job: Message, noop: Noop) -> None:
     _fail_sometimes(job, noop)
     if noop.stage_s:
         time.sleep(noop.stage_s)
 
 
-def _fail_sometimes(job: Job, noop: Noop) -> None:
+def _fail_sometimes(job: Message, noop: Noop) -> None:
     if chance(0, job.run, job.job, job.attempt) < noop.failure_rate:
         raise InfrastructureFailure(f"attempt {job.attempt} fails by configuration (noop.failure_rate)")
+
+
+BODIES: dict[str, tuple[Callable[[Call[Any]], Iterable[str]], NoopBody]] = {
+    "survey": (_environment, survey),
+    "play": (_environment, play),
+    "filter": (_of_group, filtering),
+    "advantage": (_of_group, advantages),
+    "batch_phase": (_of_step, batch_phase),
+    "encode": (_of_plan, encoding),
+}
+"""Stage -> the environments of a job, and its body if all of them are no-ops."""

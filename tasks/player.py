@@ -1,5 +1,7 @@
-"""The bodies of the jobs on the queue `rollouts`: play, score, survey. A job names an environment, and the worker's own
-configuration defines it."""
+"""What the jobs of a rollout worker share: its environments, the engine's client, the servers of sessions.
+
+A job names an environment, and the worker's own configuration defines it.
+"""
 
 import asyncio
 import logging
@@ -7,23 +9,18 @@ import os
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from itertools import islice
 
-from headpond import job_inputs
 from headpond.config import RunConfig
 from headpond.config.test_hooks import noop_settings
 from headpond.engines.client import EngineClient
-from headpond.engines.replicas import Orders
 from headpond.environments import agent_program, grading
 from headpond.environments.loading import LoadedEnvironment, load_environments
 from headpond.errors import ConfigError, InfrastructureFailure, StageError
-from headpond.messages import REWARDS_LIMIT, RolloutJob, RolloutResult, ScoreJob, ScoreResult, SurveyJob, SurveyResult
 from headpond.playing.agent_sessions import SessionServers
-from headpond.playing.rollout import Attempt, RolloutStage, open_dialect, play, score_group
+from headpond.playing.rollout import RolloutStage, open_dialect
 from headpond.runtime.offload import in_io_thread
 from headpond.store import open_store
 from headpond.store.opening import owner_of
-from headpond.tasks import noop
 
 logger = logging.getLogger("headpond.tasks")
 
@@ -72,36 +69,8 @@ class Player:
         if self._broken is not None:
             raise ConfigError(self._broken)
 
-    async def play(self, job: RolloutJob, execution: str) -> RolloutResult:
-        if hooks := noop_settings(self._config, job.environment):
-            return await noop.rollout(job, hooks)
-        environment = self._environment(job.environment)
-        await self._require_store_of(job.run)
-        return await self.play_in(environment, job, execution)
-
-    async def play_in(self, environment: LoadedEnvironment, job: RolloutJob, execution: str) -> RolloutResult:
-        assert self._stage is not None, "`ready` opens it before the first job"
-        orders = Orders(
-            run=job.run,
-            sequence=job.sequence,
-            version=job.policy_version,
-            least_version=job.least_version,
-            abandoned=job.abandoned_versions,
-        )
-        self._stage.client.replicas.follow(orders)
-        attempt = Attempt(
-            run=job.run,
-            rollout=job.job,
-            attempt=job.attempt,
-            execution=execution,
-            seed=job.seed,
-            timeout_s=job.timeout_s,
-            orders=orders,
-        )
-        return await play(self._stage_of(job.environment), environment, job.example, attempt)
-
-    async def _require_store_of(self, run: str) -> None:
-        """What a host without the run's store records, no other process can read."""
+    async def require_store_of(self, run: str) -> None:
+        """Fail if the store of this host is not the run's: other processes could not read the files."""
         if run != self._run_of_store:
             store = open_store(self._config.store_url)
             found = await in_io_thread(owner_of, store)
@@ -113,7 +82,7 @@ class Player:
                 )
             self._run_of_store = run
 
-    def _stage_of(self, environment: str) -> RolloutStage:
+    def stage_of(self, environment: str) -> RolloutStage:
         """An evaluation has sampling parameters of its own, and nothing for the trainer is missing in it."""
         assert self._stage is not None, "`ready` opens it before the first job"
         evaluation = self._config.evaluation.get(environment)
@@ -123,28 +92,6 @@ class Player:
         if evaluation.sampling is not None:
             settings = settings.model_copy(update={"sampling": evaluation.sampling})
         return replace(self._stage, settings=settings, trained=False)
-
-    async def score(self, job: ScoreJob) -> ScoreResult:
-        environment = self._environment(job.environment)
-        store = open_store(self._config.store_url)
-        group = await in_io_thread(job_inputs.read_group, store, job.plan)
-        results = [member.result for member in group.members]
-        scores = await score_group(store, environment, group.example, results)
-        scored = dict(zip((member.rollout for member in group.members), scores, strict=True))
-        names = dict.fromkeys(name for score in scores for name in score.rewards)
-        return ScoreResult(
-            rewards={rollout: score.reward for rollout, score in scored.items()},
-            named={
-                name: {rollout: score.rewards[name] for rollout, score in scored.items() if name in score.rewards}
-                for name in islice(names, REWARDS_LIMIT)
-            },
-        )
-
-    async def survey(self, job: SurveyJob) -> SurveyResult:
-        if hooks := noop_settings(self._config, job.environment):
-            return SurveyResult(examples=hooks.examples, scores_groups=False)
-        environment = self._environment(job.environment)
-        return SurveyResult(examples=environment.size, scores_groups=environment.scores_groups)
 
     def _warn_of_root(self) -> None:
         if os.geteuid() == 0 and not self._config.rollouts.agent_user:
@@ -164,7 +111,7 @@ class Player:
             if error is not None:
                 logger.error("action=not_closed environment=%s error=%s", name, error)
 
-    def _environment(self, name: str) -> LoadedEnvironment:
+    def environment(self, name: str) -> LoadedEnvironment:
         """StageError, with what to do, if this worker cannot play it."""
         if self._broken is not None:
             raise StageError(f"the worker cannot play: {self._broken}")

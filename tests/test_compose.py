@@ -12,7 +12,7 @@ from typer.main import get_command
 
 from headpond import config
 from headpond.commands.main import app
-from headpond.messages import Queue
+from headpond.queues import Queue
 from headpond.store import open_store
 
 ROOT = Path(__file__).parent.parent

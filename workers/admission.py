@@ -19,7 +19,7 @@ from redis.retry import Retry
 
 from headpond import redis_keys
 from headpond.config import RunConfig
-from headpond.messages import shortened
+from headpond.errors import shortened
 from headpond.queues import WorkerKind
 from headpond.tasks import jobs
 from headpond.tasks.agreement import NODE_CHARACTERS, RESTART, Order, Presence, differences, digest, used_settings

@@ -14,9 +14,10 @@ from bench.harness.cluster import Cluster
 from headpond import redis_keys
 from headpond.errors import RunError
 from headpond.ids import OWNER_KEY
-from headpond.messages import Queue, RolloutJob
 from headpond.orchestrator import envelope
+from headpond.queues import Queue
 from headpond.store import open_store
+from headpond.tasks.stages import play
 
 RUN = "feed"
 TIMEOUT_S = 600.0
@@ -54,7 +55,7 @@ class JobFeed:
         """Submit jobs until `concurrency` are in flight, and read replies."""
         missing = [self._job(environment) for _ in range(concurrency - self.in_flight)]
         if missing:
-            self.cluster.redis.lpush(Queue.ROLLOUTS, *(envelope.encode(job) for job in missing))
+            self.cluster.redis.lpush(Queue.ROLLOUTS, *(envelope.encode(play.STAGE, job) for job in missing))
         self.read()
 
     def drained(self) -> bool:
@@ -84,17 +85,16 @@ class JobFeed:
             # file of columns -> directory of the execution -> directory of the rollout
             shutil.rmtree(Path(self.cluster.directory, "store", result["columns"]["key"]).parent.parent)
 
-    def _job(self, environment: str) -> RolloutJob:
+    def _job(self, environment: str) -> play.PlayMessage:
         self.submitted += 1
         job = f"r{self.submitted:08d}"
         self._open.add(job)
-        return RolloutJob(
+        return play.PlayMessage(
             run=RUN,
             job=job,
             attempt=1,
             sequence=self.submitted,
             timeout_s=TIMEOUT_S,
-            group="g",
             environment=environment,
             example=self.submitted % 1000,
             seed=self.submitted % SEEDS,

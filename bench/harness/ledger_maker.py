@@ -101,9 +101,9 @@ def _history(group_size: int) -> str:
                "checksum": "0123456789abcdef"}
         for kind in ("columns", "experts")
     }  # fmt: skip
-    result = {"answers": "rollout", "reward": 1.0, "sample_lengths": [8192], **blobs, "completion_tokens": 4096}
+    result = {"reward": 1.0, "sample_lengths": [8192], **blobs, "completion_tokens": 4096}
     rollout = {"state": "delivered", "reason": None, "advantage": 0.5, "masked": 0, "error": None, "result": result}
-    job = {"kind": "rollout", "state": "settled", "attempt": 1, "failures": 0, "losses": 0, "error": None}
+    job = {"kind": "play", "state": "settled", "attempt": 1, "failures": 0, "losses": 0, "error": None}
     return json.dumps(
         {
             "rollouts": [{"index": index, **rollout} for index in range(group_size)],

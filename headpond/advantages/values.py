@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,7 @@ from headpond.errors import StageError
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Number = TypeVar("Number", int, float)
 
 MAX_REWARD = 1e30
 """Differences, squares and quotients of rewards up to this size stay finite, also as float32."""
@@ -108,3 +110,17 @@ def token_means(values: Sequence[Floats], turns: Sequence[TurnValues]) -> Floats
         ],
         np.float64,
     )
+
+
+def named_rewards(named: Sequence[Mapping[str, float]], rewards: Floats, failed: Sequence[bool]) -> dict[str, Floats]:
+    """A rollout whose policy failed has no parts: its reward stands for each."""
+    missing = [float(reward) if fails else np.nan for reward, fails in zip(rewards, failed, strict=True)]
+    names = dict.fromkeys(name for parts in named for name in parts)
+    return {
+        name: np.array([parts.get(name, other) for parts, other in zip(named, missing, strict=True)], np.float64)
+        for name in names
+    }
+
+
+def named_values(entries: Sequence[Mapping[str, Number]]) -> tuple[Mapping[str, Number], ...]:
+    return tuple(entries) if any(entries) else ()

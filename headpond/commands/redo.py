@@ -12,7 +12,7 @@ from headpond.commands.output import Json, print_result
 from headpond.commands.status import RunDir
 
 if TYPE_CHECKING:
-    from headpond.redo import Redone, RedoneStep
+    from headpond.commands.redone import Redone, RedoneStep
 
 SHOWN = 20
 """rollouts that differ, in the table; JSON has all"""
@@ -32,7 +32,7 @@ def redo(
     Shows what would be kept, the advantages side by side, and why each differs. Nothing is played again and the run is
     only read: works on steps whose token columns are kept (trainer.keep_steps).
     """
-    from headpond.redo import Redo
+    from headpond.commands.redone import Redo
 
     redo = Redo(run_dir, settings or [])
     steps = [redo.step(number) for number in ([step] if step is not None else redo.steps())]

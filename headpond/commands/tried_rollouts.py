@@ -20,12 +20,13 @@ from headpond.engines.control import UNREACHABLE, EngineControl, WeightLabel
 from headpond.environments.loading import BUILT_INS, LoadedEnvironment, runs_own_agent
 from headpond.errors import ConfigError, HeadpondError, StageError
 from headpond.ids import GroupId, RolloutId
-from headpond.messages import RolloutJob, RolloutResult
+from headpond.records.rollout import RolloutResult
 from headpond.runtime.child_process import ChildProcess, listening_port
 from headpond.runtime.offload import in_file_thread
 from headpond.store import Store, open_store
 from headpond.store.columns import read_columns
 from headpond.tasks.player import Player
+from headpond.tasks.stages.play import PlayMessage, play_in
 
 AT_ONCE = 8  # rollouts: enough to keep a small engine busy, few enough to read
 SHOWN_CHARACTERS = 2000  # of one message; --json has all of it
@@ -93,7 +94,7 @@ class Trial:
         environment = _overheard(player.environments[name], heard)
         async with slots:
             try:
-                result = await player.play_in(environment, self._job(name, example, number), f"{number:032x}")
+                result = await play_in(player, environment, self._job(name, example, number), f"{number:032x}")
             except HeadpondError as error:
                 tried.error, tried.conversations = str(error), heard
                 if isinstance(error, StageError) and error.__cause__ is not None:
@@ -102,14 +103,12 @@ class Trial:
         await in_file_thread(_describe, tried, result, open_store(self._settings.store_url))
         return tried
 
-    def _job(self, name: str, example: int, number: int) -> RolloutJob:
-        group = str(GroupId(number))
-        return RolloutJob(
+    def _job(self, name: str, example: int, number: int) -> PlayMessage:
+        return PlayMessage(
             run=next((label.run for label in self.weights.values() if label.run), RUN),
-            job=str(RolloutId(group, 0)),
+            job=str(RolloutId(str(GroupId(number)), 0)),
             attempt=1,
             sequence=number,
-            group=group,
             environment=name,
             example=example,
             seed=self._settings.seed,

@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from headpond.messages import SAMPLES_LIMIT
+from headpond.records.rollout import SAMPLES_LIMIT
 from headpond.registry import is_custom, unknown
 from headpond.sampling import SAMPLERS, UNIFORM, Order
 from headpond.sections import OF_HOST, CommaSeparated, Declared, Fraction, Reader, Section, read_by

@@ -11,8 +11,9 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import orjson
 
+from headpond.batches.manifest import AGENT_CHARACTERS
 from headpond.errors import PolicyFailure, StageError
-from headpond.messages import AGENT_CHARACTERS, AGENTS_LIMIT, METRICS_LIMIT, NAME_CHARACTERS, REWARDS_LIMIT
+from headpond.records.rollout import AGENTS_LIMIT, METRICS_LIMIT, NAME_CHARACTERS, REWARDS_LIMIT
 from headpond.turn import HIT_MAX_TOKENS, Ids, Message
 
 METRICS_OF_RECORDING = 14

@@ -177,7 +177,7 @@ def of_the_step(seen: dict[str, Any], next_step: dict[str, Any]) -> list[str]:
 def _slow_group(step: int, group: dict[str, Any]) -> str:
     named = f"group {group['group']} ({group['environment']}, example {group['example']})"
     running = max((job for job in group["jobs"]), key=lambda job: job["running_s"] or 0.0, default=None)
-    ended = {"collecting": f"{group['rollouts'].get('generated', 0)} of its rollouts are generated"}
+    ended = {"play": f"{group['rollouts'].get('generated', 0)} of its rollouts are generated"}
     said = ended.get(group["state"], f"it is {group['state']}")
     if running is None:
         return f"step {step} waits for {named}: {said}"

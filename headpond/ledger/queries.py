@@ -15,7 +15,7 @@ import orjson
 from headpond.errors import MalformedId
 from headpond.ids import COLUMNS_FILE, EXPERTS_FILE, GroupId, RolloutId
 from headpond.ledger import archive
-from headpond.ledger.states import IN_FLIGHT, STEP_JOBS, BatchState, JobState, RolloutState
+from headpond.ledger.states import IN_FLIGHT, BatchState, JobState, RolloutState
 
 Row = tuple[Any, ...]
 
@@ -40,8 +40,8 @@ STRUCTURE_CHECKS = {
         AND coalesce(jobs.state, '') NOT IN ('waiting', 'submitted')""",
     "group {} is in a stage and has no job": """
         SELECT groups.id FROM groups LEFT JOIN jobs ON subject = groups.id
-        AND kind IN ('score', 'filter', 'advantage') AND jobs.state IN ('waiting', 'submitted')
-        WHERE groups.state IN ('scoring', 'filtering', 'estimating') AND jobs.id IS NULL""",
+        AND kind = groups.state AND jobs.state IN ('waiting', 'submitted')
+        WHERE groups.state NOT IN ('play', 'admitted', 'batched', 'closed') AND jobs.id IS NULL""",
     "rollout {} is batched for a step that is not open": f"""
         SELECT {ROLLOUT} FROM rollouts LEFT JOIN batches USING (step)
         WHERE rollouts.state = 'batched' AND coalesce(batches.state, '') != 'composed'""",
@@ -284,10 +284,10 @@ def open_batches(connection: sqlite3.Connection) -> list[tuple[int, int]]:
     return connection.execute(query, (BatchState.COMPOSED,)).fetchall()
 
 
-def open_jobs(connection: sqlite3.Connection) -> Iterator[Row]:
-    """All columns of the jobs that wait or are submitted, and of every settled or dead job of a step."""
+def open_jobs(connection: sqlite3.Connection, kept: Collection[str] = ()) -> Iterator[Row]:
+    """All columns of the jobs that wait or are submitted, and of settled or dead ones of the stages `kept`."""
     return connection.execute(
-        "SELECT * FROM jobs WHERE state IN ('waiting', 'submitted') OR kind IN (?, ?) AND state IN (?, ?) "
-        "ORDER BY sequence",
-        (*sorted(STEP_JOBS), JobState.SETTLED, JobState.DEAD),
+        f"SELECT * FROM jobs WHERE state IN ('waiting', 'submitted') OR kind IN ({', '.join('?' * len(kept))}) "
+        "AND state IN (?, ?) ORDER BY sequence",
+        (*kept, JobState.SETTLED, JobState.DEAD),
     )

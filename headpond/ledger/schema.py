@@ -10,7 +10,7 @@ from urllib.parse import quote
 from headpond.errors import LedgerError
 from headpond.ledger import archive, evaluations
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 # The rollouts and jobs of open groups, and of closed ones until they are archived.
 HOT_TABLES = """
 CREATE TABLE rollouts (

@@ -3,7 +3,6 @@
 from enum import StrEnum
 
 from headpond.errors import IllegalTransition
-from headpond.queues import Queue
 
 
 class LedgerEnum(StrEnum):
@@ -26,58 +25,17 @@ class RolloutState(LedgerEnum):
 
 
 class GroupState(LedgerEnum):
-    COLLECTING = "collecting"
-    SCORING = "scoring"
-    FILTERING = "filtering"
-    ESTIMATING = "estimating"
+    """While a stage works on a group, its state is the name of that stage. `play` is the first."""
+
+    PLAYING = "play"
     ADMITTED = "admitted"
     BATCHED = "batched"
     CLOSED = "closed"
     """delivered or dropped"""
 
 
-class JobKind(LedgerEnum):
-    """The values are those of the results' field `answers` (`messages.py`), but for those of evaluations."""
-
-    SURVEY = "survey"
-    ROLLOUT = "rollout"
-    EVALUATION = "evaluation"
-    """a rollout of an evaluation: its result is that of a rollout"""
-    SCORE = "score"
-    EVALUATION_SCORE = "evaluation_score"
-    """of the rollouts of one example of an evaluation"""
-    FILTER = "filter"
-    ADVANTAGE = "advantage"
-    DRAW = "draw"
-    BATCH_PHASE = "batch_phase"
-    ENCODE = "encode"
-
-    @property
-    def answer(self) -> str:
-        """`answers` of its result."""
-        return {JobKind.EVALUATION: "rollout", JobKind.EVALUATION_SCORE: "score"}.get(self, self.value)
-
-    @property
-    def queue(self) -> Queue:
-        return _QUEUES[self]
-
-
-_QUEUES = {
-    JobKind.SURVEY: Queue.ROLLOUTS,
-    JobKind.ROLLOUT: Queue.ROLLOUTS,
-    JobKind.EVALUATION: Queue.ROLLOUTS,
-    JobKind.SCORE: Queue.ROLLOUTS,
-    JobKind.EVALUATION_SCORE: Queue.ROLLOUTS,
-    JobKind.FILTER: Queue.FILTERING,
-    JobKind.ADVANTAGE: Queue.ADVANTAGES,
-    JobKind.DRAW: Queue.ADVANTAGES,
-    JobKind.BATCH_PHASE: Queue.ADVANTAGES,
-    JobKind.ENCODE: Queue.ENCODING,
-}
-FORGOTTEN_JOBS = frozenset({JobKind.SURVEY, JobKind.DRAW, JobKind.EVALUATION, JobKind.EVALUATION_SCORE})
-"""Their rows are deleted when they end: other records have what they did."""
-STEP_JOBS = frozenset({JobKind.BATCH_PHASE, JobKind.ENCODE})
-"""Their subject is a step."""
+FINISHED = frozenset({GroupState.ADMITTED, GroupState.BATCHED, GroupState.CLOSED})
+"""States of groups that no stage works on."""
 
 
 class JobState(LedgerEnum):

@@ -135,7 +135,7 @@ def _block(connection: sqlite3.Connection, block: int) -> tuple[Sums, bool]:
 def _open(connection: sqlite3.Connection) -> Sums:
     """The sums of the hot tables. A generated rollout whose group is not complete has the state `scoring`."""
     rows = connection.execute(
-        """SELECT CASE WHEN rollouts.state = 'generated' AND groups.state IN ('collecting', 'scoring') THEN 'scoring'
+        """SELECT CASE WHEN rollouts.state = 'generated' AND groups.state IN ('play', 'score') THEN 'scoring'
                 WHEN rollouts.state = 'trained' THEN 'delivered' ELSE rollouts.state END, reason,
             result IS NOT NULL, count(*),
             coalesce(sum(json_extract(result, '$.completion_tokens')), 0),

@@ -15,6 +15,7 @@ from itertools import islice
 import orjson
 
 from headpond import ids
+from headpond.batches.manifest import AGENT_CHARACTERS
 from headpond.config import RunConfig
 from headpond.config.engine import Policy
 from headpond.config.sessions import Sessions
@@ -33,12 +34,13 @@ from headpond.errors import (
     StageError,
     error_boundary,
     in_own_task,
+    shortened,
 )
 from headpond.fields import FieldValues, TrainerField
-from headpond.messages import AGENT_CHARACTERS, AGENTS_LIMIT, POLICY_ERROR_CHARACTERS, RolloutResult, shortened
 from headpond.playing.agent_sessions import SessionServers
 from headpond.playing.policy import RecordedPolicy
 from headpond.recording import Echo, Mode, Sealed, Session, SessionSettings
+from headpond.records.rollout import AGENTS_LIMIT, POLICY_ERROR_CHARACTERS, RolloutResult
 from headpond.renderers import PooledRenderer, RendererKey, RendererPools
 from headpond.runtime.cancellation import run_to_completion
 from headpond.runtime.offload import in_file_thread, in_io_thread

@@ -21,11 +21,11 @@ from headpond.engines.control import (
     reload_advice,
 )
 from headpond.errors import RunError
-from headpond.messages import ABANDONED_LIMIT
 from headpond.orchestrator.composer import COMPOSED_STEP, COMPOSED_VERSION
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.records import START
 from headpond.orchestrator.trainer import Trainer
+from headpond.tasks.stages.play import ABANDONED_LIMIT
 
 logger = logging.getLogger("headpond.replicas")
 

@@ -6,7 +6,7 @@ deleted as soon as a rollout's score is in. One evaluation of each name is open 
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
@@ -14,16 +14,19 @@ import orjson
 from headpond import ids
 from headpond.config import RunConfig
 from headpond.config.engine import EvaluationSettings
+from headpond.errors import shortened
 from headpond.ledger.evaluations import EvaluationState, PlayState
-from headpond.ledger.states import JobKind, JobState
-from headpond.messages import GroupInputs, GroupMember, RolloutResult, ScoreResult, shortened
+from headpond.ledger.states import JobState
 from headpond.orchestrator.examples.evaluation_values import kept, values
 from headpond.orchestrator.ledger.evaluations import ClosedEvaluation, EvaluationRecord, EvaluationRollout
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.ledger.records import JobRecord
+from headpond.orchestrator.ledger.records import EVALUATION_STAGES, JobRecord
+from headpond.records.inputs import GroupInputs, GroupMember
+from headpond.records.rollout import RolloutResult
 
 logger = logging.getLogger("headpond.evaluation")
 
+EVALUATION, EVALUATION_SCORE = EVALUATION_STAGES
 AT_ONCE = 32  # rollouts that begin between two waits of the loop
 UNREPORTED = "evaluations_unreported"
 """key in the ledger: JSON, name -> values of the evaluations that ended since the last step"""
@@ -33,14 +36,14 @@ PLANNED, FINISHED = "evaluation_rollouts_planned", "evaluations_finished"
 
 
 class Evaluations:
-    def __init__(self, config: RunConfig, ledger: Ledger) -> None:
+    def __init__(self, config: RunConfig, ledger: Ledger, *, served_version: Callable[[], int] | None = None) -> None:
+        """`served_version`: of the engine's weights, which may be older than the published ones."""
         self._settings = config.evaluation
         self._max_in_flight = config.rollouts.max_in_flight
         self._ledger = ledger
         self._ending_since: float | None = None
         self._update_since: float | None = None
-        self.served_version: Callable[[], int] = lambda: ledger.number("policy_version")
-        """of the engine's weights, which may be older than the published ones"""
+        self._served_version = served_version or (lambda: ledger.number("policy_version"))
 
     def resume(self) -> None:
         """Cancel the open ones that are no longer configured."""
@@ -61,7 +64,7 @@ class Evaluations:
         return next((record for record in self._ledger.evaluations.values() if record.name == name), None)
 
     def _begin_if_due(self, name: str, settings: EvaluationSettings) -> EvaluationRecord | None:
-        size, version = self._ledger.number(f"examples:{name}"), self.served_version()
+        size, version = self._ledger.number(f"examples:{name}"), self._served_version()
         if not size:  # not surveyed yet
             return None
         last = self._ledger.meta.get(f"evaluated:{name}")
@@ -95,7 +98,7 @@ class Evaluations:
                 EvaluationRollout(evaluation=record.number, index=index, state=PlayState.OPEN),
             )
             job = ids.evaluation_rollout(record.number, index)
-            self._ledger.add_job(job, JobKind.EVALUATION, str(record.number))
+            self._ledger.add_job(job, EVALUATION, str(record.number))
             self._ledger.increment(PLANNED)
             record.begun += 1
         return room > AT_ONCE
@@ -118,7 +121,7 @@ class Evaluations:
         """The attempts of a rollout are used up: the evaluation is without it. Those of a score: without its
         rollouts."""
         record, error = self._record(job), orjson.dumps({"error": shortened(why)}).decode()
-        if job.kind is JobKind.EVALUATION_SCORE:
+        if job.stage == EVALUATION_SCORE:
             for index in self._unscored(record, job):
                 self._ledger.unwanted_blobs += record.unscored.pop(index).keys
                 self._close(record, index, PlayState.DEAD, error)
@@ -138,12 +141,12 @@ class Evaluations:
             members=[GroupMember(rollout=id, result=record.unscored[index]) for id, index in members],
         )
 
-    def scored(self, job: JobRecord, result: ScoreResult) -> None:
+    def scored(self, job: JobRecord, rewards: Mapping[str, float], parts: Mapping[str, Mapping[str, float]]) -> None:
         record = self._record(job)
         for index in self._unscored(record, job):
             id = ids.evaluation_rollout(record.number, index)
-            named = {name: parts[id] for name, parts in result.named.items() if id in parts}
-            update = {"reward": result.rewards[id]} | ({"rewards": named} if named else {})
+            named = {name: values[id] for name, values in parts.items() if id in values}
+            update = {"reward": rewards[id]} | ({"rewards": named} if named else {})
             self._evaluated(record, index, record.unscored.pop(index).model_copy(update=update))
 
     def score_jobs(self) -> set[str]:
@@ -152,10 +155,10 @@ class Evaluations:
         unscored = ((record, index) for record in records for index in record.unscored)
         return {ids.evaluation_score(record.number, index // record.rollouts) for record, index in unscored}
 
-    def fits(self, job: JobRecord, result: ScoreResult) -> bool:
+    def fits(self, job: JobRecord, rewards: Mapping[str, float]) -> bool:
         record = self._record(job)
         wanted = {ids.evaluation_rollout(record.number, index) for index in self._unscored(record, job)}
-        return result.rewards.keys() >= wanted
+        return rewards.keys() >= wanted
 
     def _record(self, job: JobRecord) -> EvaluationRecord:
         return self._ledger.evaluations[int(job.subject)]
@@ -173,7 +176,7 @@ class Evaluations:
             and all(index in waiting for index in indices if index in record.open)
         ):
             job = ids.evaluation_score(record.number, example)
-            self._ledger.add_job(job, JobKind.EVALUATION_SCORE, str(record.number))
+            self._ledger.add_job(job, EVALUATION_SCORE, str(record.number))
 
     def _evaluated(self, record: EvaluationRecord, index: int, result: RolloutResult) -> None:
         self._ledger.unwanted_blobs += result.keys
@@ -236,8 +239,8 @@ class Evaluations:
     def _cancel(self, record: EvaluationRecord, why: str) -> None:
         logger.warning("action=evaluation_cancelled name=%s version=%d %s", record.name, record.version, why)
         self._ledger.event(f"evaluation {record.number}", "cancelled", f"{record.name}: {why}")
-        of_evaluations = (JobKind.EVALUATION, JobKind.EVALUATION_SCORE)
-        jobs = [job for job in self._ledger.jobs.values() if job.kind in of_evaluations]
+        of_evaluations = (EVALUATION, EVALUATION_SCORE)
+        jobs = [job for job in self._ledger.jobs.values() if job.stage in of_evaluations]
         for job in [job for job in jobs if job.subject == str(record.number)]:
             self._ledger.end(job, JobState.CANCELLED)
         for index in sorted(record.open):

@@ -5,9 +5,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from headpond.messages import RolloutResult
 from headpond.orchestrator.ledger.evaluations import EvaluationRecord
 from headpond.orchestrator.ledger.records import SOLVED
+from headpond.records.rollout import RolloutResult
 
 NAMES_MOST = 64  # of the environment's own rewards and metrics
 

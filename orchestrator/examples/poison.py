@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from headpond.config import RunConfig
-from headpond.messages import shortened
+from headpond.errors import shortened
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.records import GroupRecord, Value
 

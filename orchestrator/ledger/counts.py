@@ -13,16 +13,16 @@ OTHER_CAUSES = "other errors"
 
 class Counts:
     def __init__(self, states: Counter[RolloutState], reasons: Counter[str], deaths: Counter[tuple[str, str]]) -> None:
-        """`deaths` is by kind of job and error. The ledger changes `states` and `reasons`."""
+        """`deaths` is by stage and error. The ledger changes `states` and `reasons`."""
         self._states = states
         self._reasons = reasons
         self._deaths = deaths
         self._written = self._all()
 
     def died(self, job: JobRecord) -> None:
-        cause = (job.kind.value, job.error or "")
+        cause = (job.stage, job.error or "")
         if cause not in self._deaths and len(self._deaths) >= CAUSES_MOST:
-            cause = (job.kind.value, OTHER_CAUSES)
+            cause = (job.stage, OTHER_CAUSES)
         self._deaths[cause] += 1
 
     def changed(self) -> list[Row]:

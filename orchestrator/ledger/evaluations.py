@@ -10,8 +10,8 @@ import orjson
 from headpond import ids
 from headpond.ledger import evaluations as queries
 from headpond.ledger.evaluations import EvaluationState, PlayState
-from headpond.messages import RolloutResult
 from headpond.orchestrator.ledger.records import BatchRecord, GroupRecord, JobRecord, RolloutRecord, Row
+from headpond.records.rollout import RolloutResult
 
 
 @dataclass(kw_only=True, eq=False)

@@ -15,19 +15,9 @@ from typing import Literal
 
 import orjson
 
+from headpond.errors import shortened
 from headpond.ids import GroupId, RolloutId, execution_of
-from headpond.ledger.states import (
-    FORGOTTEN_JOBS,
-    STEP_JOBS,
-    UNGENERATED,
-    BatchState,
-    GroupState,
-    JobKind,
-    JobState,
-    RolloutState,
-    check,
-)
-from headpond.messages import RolloutResult, StepResult, shortened
+from headpond.ledger.states import FINISHED, UNGENERATED, BatchState, GroupState, JobState, RolloutState, check
 from headpond.orchestrator.ledger import restore
 from headpond.orchestrator.ledger.counts import Counts
 from headpond.orchestrator.ledger.evaluations import AnyRecord, EvaluationRecord
@@ -45,6 +35,9 @@ from headpond.orchestrator.ledger.records import (
     Value,
 )
 from headpond.orchestrator.ledger.writer import KEEP_EVENTS_STEPS, Writer
+from headpond.records.rollout import RolloutResult
+from headpond.records.wire import Result
+from headpond.tasks.stage import Subject
 
 
 class Ledger:
@@ -53,9 +46,9 @@ class Ledger:
         self._writer = Writer(path, keep_events_steps=keep_events_steps)
         self.groups: dict[str, GroupRecord] = restored.groups
         """open groups, in the order of planning"""
-        self._groups_in: dict[GroupState, dict[str, GroupRecord]] = {state: {} for state in GroupState}
-        self.group_counts = Counter[tuple[str, GroupState]]()
-        """(environment, state) -> open groups"""
+        self._groups_in = defaultdict[str, dict[str, GroupRecord]](dict)
+        self.unfinished = Counter[str]()
+        """environment -> groups that a stage works on"""
         self.admitted = Counter[tuple[str, Unit]]()
         """(environment, unit) -> what the admitted groups hold, in groups, rollouts and completion tokens"""
         for group in self.groups.values():
@@ -63,8 +56,8 @@ class Ledger:
             self._count([group], 1)
         self.jobs: dict[str, JobRecord] = restored.jobs
         """jobs that are neither settled nor dead, and the jobs of open batches"""
-        self.job_counts = Counter((job.kind, job.state) for job in self.jobs.values())
-        """(kind, state) -> jobs in `jobs`"""
+        self.job_counts = Counter((job.queue, job.state) for job in self.jobs.values())
+        """(queue, state) -> jobs in `jobs`"""
         self.batches: dict[int, BatchRecord] = restored.batches
         """batches that are not delivered"""
         self.meta: dict[str, Value] = restored.meta
@@ -108,11 +101,11 @@ class Ledger:
         self.meta[key] = value
         self._changed_meta.add(key)
 
-    def add_duration(self, kind: JobKind, seconds: float) -> None:
+    def add_duration(self, stage: str, seconds: float) -> None:
         """Duration of an execution that settled a job; the longest one is kept until the next step is delivered."""
-        self.increment(f"settled:{kind}")
-        self.set(f"seconds:{kind}", self.seconds(f"seconds:{kind}") + seconds)
-        self.set(f"longest:{kind}", max(self.seconds(f"longest:{kind}"), seconds))
+        self.increment(f"settled:{stage}")
+        self.set(f"seconds:{stage}", self.seconds(f"seconds:{stage}") + seconds)
+        self.set(f"longest:{stage}", max(self.seconds(f"longest:{stage}"), seconds))
 
     def seconds(self, key: str) -> float:
         return float(self.meta.get(key) or 0.0)
@@ -133,7 +126,7 @@ class Ledger:
         self._touch("groups", group)
         for rollout in group.rollouts:
             self._touch("rollouts", rollout)
-            self.add_job(rollout.id, JobKind.ROLLOUT, group.id)
+            self.add_job(rollout.id, GroupState.PLAYING, group.id)
         return group
 
     def rollout(self, job: JobRecord) -> RolloutRecord:
@@ -187,6 +180,13 @@ class Ledger:
         rollout.masked = True
         self._touch("rollouts", rollout)
 
+    def estimate(self, rollout: RolloutRecord, advantage: float, *, masked: bool, credit: str | None) -> None:
+        rollout.advantage = advantage
+        rollout.masked |= masked
+        if credit and rollout.result:
+            rollout.result = rollout.result.model_copy(update={"credit": credit})
+        self._touch("rollouts", rollout)
+
     def drop(self, rollout: RolloutRecord, reason: str) -> None:
         self.move(rollout, RolloutState.FILTERED, reason=reason)
         self._release(rollout)
@@ -201,30 +201,28 @@ class Ledger:
             self.unwanted_blobs += rollout.result.keys
             self.increment("open_bytes", -rollout.result.stored_bytes)
 
-    def groups_in(self, *states: GroupState) -> list[GroupRecord]:
+    def groups_in(self, *states: str) -> list[GroupRecord]:
         """Open groups in these states, in no order: costs what it returns, not what is open."""
         return [group for state in states for group in self._groups_in[state].values()]
 
-    def enter(self, group: GroupRecord, state: GroupState) -> None:
+    def enter(self, group: GroupRecord, state: str) -> None:
         self._enter_all([group], state)
-        if state is GroupState.FILTERING:
-            self.increment(f"solved_{group.solved}:{group.environment}")  # before a filter drops the extremes
-        if state is GroupState.CLOSED and not group.of(RolloutState.DELIVERED):
+        if state == GroupState.CLOSED and not group.of(RolloutState.DELIVERED):
             self.increment("groups_dropped")
 
-    def _enter_all(self, groups: list[GroupRecord], state: GroupState) -> None:
+    def _enter_all(self, groups: list[GroupRecord], state: str) -> None:
         """For groups of one state. Those that become or were admitted have admitted rollouts at this time."""
         self._count(groups, -1)
         entered = self._groups_in[state]
         for group in groups:
             self._groups_in[group.state].pop(group.id)
             group.state = state
-            if state is GroupState.CLOSED:
+            if state == GroupState.CLOSED:
                 self.groups.pop(group.id)
             else:
                 entered[group.id] = group
             self._touch("groups", group)
-        if state is not GroupState.CLOSED:
+        if state != GroupState.CLOSED:
             self._count(groups, 1)
 
     def _count(self, groups: list[GroupRecord], sign: Literal[1, -1]) -> None:
@@ -234,8 +232,9 @@ class Ledger:
             by_environment[group.environment].append(group)
         for environment, some in by_environment.items():
             state = some[0].state
-            self.group_counts[environment, state] += sign * len(some)
-            if state is GroupState.ADMITTED:
+            if state not in FINISHED:
+                self.unfinished[environment] += sign * len(some)
+            elif state == GroupState.ADMITTED:
                 self.admitted[environment, "groups"] += sign * len(some)
                 self._count_rollouts(environment, [r for each in some for r in each.of(RolloutState.ADMITTED)], sign)
 
@@ -246,20 +245,20 @@ class Ledger:
 
     # jobs
 
-    def add_job(self, id: str, kind: JobKind, subject: str) -> JobRecord:
-        job = self.jobs[id] = self.waiting[id] = JobRecord(id=id, kind=kind, subject=subject)
-        self.job_counts[kind, job.state] += 1
+    def add_job(self, id: str, stage: str, subject: str) -> JobRecord:
+        job = self.jobs[id] = self.waiting[id] = JobRecord(id=id, stage=stage, subject=subject)
+        self.job_counts[job.queue, job.state] += 1
         self._touch("jobs", job)
         return job
 
     def _set_state(self, job: JobRecord, state: JobState) -> None:
-        self.job_counts[job.kind, job.state] -= 1
-        self.job_counts[job.kind, state] += 1
+        self.job_counts[job.queue, job.state] -= 1
+        self.job_counts[job.queue, state] += 1
         job.state = state
 
     def _remove(self, job: JobRecord) -> None:
         if self.jobs.pop(job.id, None):
-            self.job_counts[job.kind, job.state] -= 1
+            self.job_counts[job.queue, job.state] -= 1
 
     def submit(self, job: JobRecord) -> None:
         """Begin the next attempt. Commit before its message is published."""
@@ -268,7 +267,7 @@ class Ledger:
         self._set_state(job, JobState.SUBMITTED)
         self.waiting.pop(job.id)
         self._touch("jobs", job)
-        if job.kind is JobKind.ROLLOUT and (rollout := self.rollout(job)).state is not RolloutState.SUBMITTED:
+        if job.stage == GroupState.PLAYING and (rollout := self.rollout(job)).state is not RolloutState.SUBMITTED:
             self.move(rollout, RolloutState.SUBMITTED)
 
     def retry(self, job: JobRecord, *, error: str | None = None, failures: int = 0, losses: int = 0) -> None:
@@ -281,16 +280,17 @@ class Ledger:
         job.error = error or job.error
         self._touch("jobs", job)
 
-    def end(self, job: JobRecord, state: JobState, *, result: StepResult | None = None) -> None:
+    def end(self, job: JobRecord, state: JobState, *, result: Result | None = None) -> None:
+        """`result` is kept for a job of a step."""
         self._set_state(job, state)
-        job.result = result
+        job.result = result if job.subject_kind is Subject.STEP else None
         self.waiting.pop(job.id, None)
         self._touch("jobs", job)
         if state is JobState.DEAD:
             self._counts.died(job)
-        if job.kind in FORGOTTEN_JOBS:
+        if job.subject_kind is Subject.ENVIRONMENT:
             self._forget_job(job)
-        elif job.kind not in STEP_JOBS:
+        elif job.subject_kind is Subject.GROUP:
             self._remove(job)
 
     def _forget_job(self, job: JobRecord) -> None:
@@ -362,8 +362,8 @@ class Ledger:
         self._move_all(rollouts, RolloutState.DELIVERED, batch.step, old=RolloutState.BATCHED)
         self._delivered += [(group.id,) for group in batch.groups]
         self._enter_all(batch.groups, GroupState.CLOSED)
-        for kind in JobKind:
-            self.set(f"longest:{kind}", 0.0)
+        for key in [key for key in self.meta if key.startswith("longest:")]:
+            self.set(key, 0.0)
         self.set("steps_delivered", batch.step + 1)
         if batch.estimator_state is not None:
             self.set(ESTIMATOR_STATE, batch.estimator_state)

@@ -3,12 +3,15 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
-from headpond.ids import EncodeJobId, RolloutId, TaskId, batch_phase_job
+from headpond.ids import EncodeJobId, RolloutId, TaskId, step_job
 from headpond.ledger.archive import execution_code
-from headpond.ledger.states import BatchState, GroupState, JobKind, JobState, RolloutState
-from headpond.messages import RolloutResult, StepResult
+from headpond.ledger.states import BatchState, GroupState, JobState, RolloutState
+from headpond.queues import Queue
+from headpond.records.rollout import RolloutResult
+from headpond.records.wire import Result
+from headpond.tasks.stage import Stage, Subject, all_stages
 
 Value = str | int | float | None
 Row = tuple[Value, ...]
@@ -19,6 +22,8 @@ OPEN_CREDIT = "open_credit"  # key in `meta`: JSON, open step -> key of the file
 ESTIMATOR_STATE = "estimator_state"  # key in `meta`: the state after the last delivered step
 START = "start_version"  # key in `meta`: the number of the weights that the engine had before the first step
 SOLVED, UNSOLVED = 1.0, 0.0  # rewards
+EVALUATION_STAGES = {"evaluation": "play", "evaluation_score": "score"}
+"""Names of evaluations' jobs in the ledger, and their stages. Temporary: until evaluations are groups."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -59,11 +64,14 @@ class GroupRecord:
     """position in the order of planning"""
     environment: str
     example: int
-    state: GroupState = GroupState.COLLECTING
+    state: str = GroupState.PLAYING
+    """the name of the stage that works on it, or one of `GroupState`"""
     rollouts: list[RolloutRecord] = field(default_factory=list[RolloutRecord])
     # In memory only: a restarted orchestrator checks every group again.
     checked_version: int | None = None
     """policy version against which it was checked for staleness since it was admitted"""
+    masked: bool = False
+    """whether a filter of the whole group has masked it"""
 
     def row(self) -> Row:
         return (self.id, self.ordinal, self.environment, self.example, self.state)
@@ -83,7 +91,8 @@ class GroupRecord:
 @dataclass(kw_only=True, eq=False)
 class JobRecord:
     id: str
-    kind: JobKind
+    stage: str
+    """name of its stage"""
     subject: str
     """id of the group, number of the step or name of the environment it works on"""
     attempt: int = 0
@@ -93,7 +102,7 @@ class JobRecord:
     failures: int = 0
     losses: int = 0
     error: str | None = None
-    result: StepResult | None = None
+    result: Result | None = None
     """jobs of a step only: sealing needs the result of every rank"""
     # In memory only: a restarted orchestrator tries every worker again.
     failed_by: list[str] = field(default_factory=list[str])
@@ -102,6 +111,13 @@ class JobRecord:
     """times that a worker gave it back"""
     not_before: float = 0.0
     """time of the next submission, by this process's monotonic clock"""
+    queue: Queue = field(init=False)
+    subject_kind: Subject = field(init=False)
+
+    def __post_init__(self) -> None:
+        stage: Stage[Any, Any] = all_stages()[EVALUATION_STAGES.get(self.stage, self.stage)]
+        self.queue = stage.queue
+        self.subject_kind = Subject.ENVIRONMENT if self.stage in EVALUATION_STAGES else stage.subject
 
     def task_id(self, run: str) -> str:
         """Celery's id of the newest attempt."""
@@ -109,7 +125,7 @@ class JobRecord:
 
     def row(self) -> Row:
         result = self.result.model_dump_json() if self.result else None
-        return (self.id, self.kind, self.subject, self.attempt, self.sequence, self.state,
+        return (self.id, self.stage, self.subject, self.attempt, self.sequence, self.state,
                 self.failures, self.losses, self.error, result)  # fmt: skip
 
 
@@ -143,7 +159,7 @@ class BatchRecord:
 
     @property
     def batch_phase_id(self) -> str:
-        return batch_phase_job(self.step, self.formation)
+        return step_job(self.step, self.formation, "batch_phase")
 
     def job_id(self, data_rank: int) -> str:
         return str(EncodeJobId(self.step, self.formation, data_rank))

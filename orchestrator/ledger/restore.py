@@ -10,8 +10,7 @@ import orjson
 from headpond.ids import EncodeJobId
 from headpond.ledger import queries, schema
 from headpond.ledger.archive import execution_text
-from headpond.ledger.states import STEP_JOBS, GroupState, JobKind, JobState, RolloutState
-from headpond.messages import BatchPhaseResult, EncodeResult, RolloutResult
+from headpond.ledger.states import GroupState, JobState, RolloutState
 from headpond.orchestrator.ledger.evaluations import EvaluationRecord, read_open
 from headpond.orchestrator.ledger.records import (
     ADVANTAGES,
@@ -23,8 +22,8 @@ from headpond.orchestrator.ledger.records import (
     RolloutRecord,
     Value,
 )
-
-STEP_RESULTS = {JobKind.BATCH_PHASE: BatchPhaseResult, JobKind.ENCODE: EncodeResult}
+from headpond.records.rollout import RolloutResult
+from headpond.tasks.stage import Subject, all_stages
 
 
 @dataclass(kw_only=True)
@@ -67,7 +66,7 @@ def read(path: Path) -> Restored:
 
 def _groups(connection: sqlite3.Connection) -> dict[str, GroupRecord]:
     groups = {
-        id: GroupRecord(id=id, ordinal=ordinal, environment=environment, example=example, state=GroupState(state))
+        id: GroupRecord(id=id, ordinal=ordinal, environment=environment, example=example, state=state)
         for id, ordinal, environment, example, state in queries.open_groups(connection)
     }
     for row in queries.rollouts_of_open_groups(connection):
@@ -108,7 +107,7 @@ def _batches(
         for step, formation in queries.open_batches(connection)
     }
     for group in groups.values():
-        if group.state is GroupState.BATCHED:
+        if group.state == GroupState.BATCHED:
             step = group.of(RolloutState.BATCHED)[0].step
             assert step is not None
             batches[step].groups.append(group)
@@ -117,15 +116,16 @@ def _batches(
 
 def _jobs(connection: sqlite3.Connection, batches: dict[int, BatchRecord]) -> dict[str, JobRecord]:
     jobs: dict[str, JobRecord] = {}
-    for row in queries.open_jobs(connection):
-        id, kind, subject, attempt, sequence, state, failures, losses, error, result = row
-        if kind in STEP_JOBS and not _is_current(id, batches.get(int(subject))):
-            continue
-        jobs[id] = JobRecord(
-            id=id, kind=JobKind(kind), subject=subject, attempt=attempt, sequence=sequence, state=JobState(state),
+    of_steps = [name for name, stage in all_stages().items() if stage.subject is Subject.STEP]
+    for row in queries.open_jobs(connection, of_steps):
+        id, stage, subject, attempt, sequence, state, failures, losses, error, result = row
+        job = JobRecord(
+            id=id, stage=stage, subject=subject, attempt=attempt, sequence=sequence, state=JobState(state),
             failures=failures, losses=losses, error=error,
-            result=STEP_RESULTS[JobKind(kind)].model_validate_json(result) if result else None,
+            result=all_stages()[stage].result.model_validate_json(result) if result else None,
         )  # fmt: skip
+        if job.subject_kind is not Subject.STEP or _is_current(id, batches.get(int(subject))):
+            jobs[id] = job
     return jobs
 
 

@@ -8,17 +8,16 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import orjson
 
-from headpond.batches import read_manifest
+from headpond.batches import EncodedRank, read_manifest
 from headpond.config import RunConfig
 from headpond.errors import BlobError
-from headpond.ledger.states import JobKind, RolloutState
-from headpond.messages import EncodeResult
+from headpond.ledger.states import RolloutState
 from headpond.orchestrator.broker import Broker
 from headpond.orchestrator.examples import evaluation
 from headpond.orchestrator.housekeeping import Reported
@@ -67,7 +66,6 @@ class Metrics:
     def __init__(self, config: RunConfig, ledger: Ledger, lag: LoopLag, lags: LagPoller) -> None:
         self._ledger = ledger
         self._run_dir = config.run_dir
-        self._data_ranks = config.batch.data_ranks
         self._lag = lag
         self._lags = lags
         self._file = MetricsFile(config.run_dir / FILE_NAME, open_store(config.store_url))
@@ -106,7 +104,7 @@ class Metrics:
         values = await in_io_thread(_of_rollouts, batch, version)
         self._prepared = batch, version, values
 
-    def measure(self, batch: BatchRecord) -> None:
+    def measure(self, batch: BatchRecord, ranks: Sequence[EncodedRank]) -> None:
         """Call in the transaction that delivers `batch`, before it is delivered."""
         counted = orjson.loads(str(self._ledger.meta.get(COUNTED) or "{}"))
         of_rollouts = self._of_rollouts(batch)
@@ -116,7 +114,7 @@ class Metrics:
             "step": batch.step,
             "time": int(time.time()),
             **of_rollouts,
-            **self._of(batch, since),
+            **self._of(batch, ranks, since),
             **step_metrics.of_totals(totals),
             **evaluation.unreported(self._ledger),
             **step_metrics.of_lag(self._lag.drain(), self._lags.others),
@@ -137,14 +135,14 @@ class Metrics:
         self._prepared = None
         return {"policy_version": version, **values}
 
-    def _of(self, batch: BatchRecord, since: Mapping[str, float]) -> step_metrics.Values:
+    def _of(self, batch: BatchRecord, ranks: Sequence[EncodedRank], since: Mapping[str, float]) -> step_metrics.Values:
         ledger, now = self._ledger, time.monotonic()
-        jobs = map(ledger.jobs.get, map(batch.job_id, range(self._data_ranks)))
-        results = [job.result for job in jobs if job and isinstance(job.result, EncodeResult)]
-        longest_s = {kind: ledger.seconds(f"longest:{kind}") for kind in JobKind}
+        longest_s = {
+            key.removeprefix("longest:"): ledger.seconds(key) for key in ledger.meta if key.startswith("longest:")
+        }
         step_s, self._delivered_at = now - self._delivered_at, now
         return {
-            **step_metrics.of_ranks(result.rank for result in results if result.rank),
+            **step_metrics.of_ranks(ranks),
             **step_metrics.of_window(since, groups=len(batch.groups), longest_s=longest_s, step_s=step_s),
             "time/composed_to_sealed_s": now - self._composed_at,
         }

@@ -10,13 +10,13 @@ from itertools import islice
 from typing import Any
 
 from headpond.config import RunConfig
-from headpond.ids import advantages_job, filter_job, score_job
-from headpond.ledger.states import JobKind, JobState
+from headpond.ids import group_job
+from headpond.ledger.states import FINISHED, GroupState, JobState
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.records import GroupRecord, JobRecord
-from headpond.orchestrator.quotas import UNFINISHED, quotas
+from headpond.orchestrator.pipeline import Pipeline
+from headpond.orchestrator.quotas import quotas
 from headpond.orchestrator.reconciler import Reconciler
-from headpond.orchestrator.submission import timeout_s
 from headpond.orchestrator.trainer import Trainer
 
 GROUPS_SHOWN = 4
@@ -25,10 +25,13 @@ LOOKED_AT = 256  # open groups, in planned order, that are searched for unfinish
 
 
 class NextStep:
-    def __init__(self, config: RunConfig, ledger: Ledger, trainer: Trainer, reconciler: Reconciler) -> None:
+    def __init__(
+        self, config: RunConfig, ledger: Ledger, trainer: Trainer, pipeline: Pipeline, reconciler: Reconciler
+    ) -> None:
         self._config = config
         self._ledger = ledger
         self._trainer = trainer
+        self._pipeline = pipeline
         self._reconciler = reconciler
 
     def status(self) -> dict[str, Any]:
@@ -54,17 +57,16 @@ class NextStep:
 
     def _unfinished(self) -> Iterator[GroupRecord]:
         """In planned order: the oldest hold up a step the longest."""
-        return (group for group in islice(self._ledger.groups.values(), LOOKED_AT) if group.state in UNFINISHED)
+        return (group for group in islice(self._ledger.groups.values(), LOOKED_AT) if group.state not in FINISHED)
 
     def _group(self, group: GroupRecord) -> dict[str, Any]:
-        ids = [rollout.id for rollout in group.rollouts]
-        ids += [score_job(group.id), filter_job(group.id), advantages_job(group.id)]
+        ids = [*(rollout.id for rollout in group.rollouts), group_job(group.id, group.state)]
         jobs = [job for id in ids if (job := self._ledger.jobs.get(id))]
         return {
             "group": group.id,
             "environment": group.environment,
             "example": group.example,
-            "state": group.state.value,
+            "state": str(group.state),
             "rollouts": Counter(rollout.state.value for rollout in group.rollouts),
             "running_s": round(self._reconciler.group_age_s(group.id), 1),
             "next": self._next_of_group(group),
@@ -74,7 +76,7 @@ class NextStep:
     def _next_of_group(self, group: GroupRecord) -> str | None:
         rollouts = self._config.rollouts
         left_s = rollouts.group_timeout_s - self._reconciler.group_age_s(group.id)
-        if rollouts.partial_groups == "wait" or group.state != "collecting":
+        if rollouts.partial_groups == "wait" or group.state != GroupState.PLAYING:
             return None
         then = "is dropped" if rollouts.partial_groups == "drop" else "continues without its unfinished rollouts"
         return f"after {max(0.0, left_s):.0f} s more of running time it {then} (rollouts.group_timeout_s)"
@@ -84,8 +86,8 @@ class NextStep:
         worker = self._reconciler.running.worker_of.get(job.id) if job.state is JobState.SUBMITTED else None
         return {
             "job": job.id,
-            "kind": job.kind.value,
-            "queue": job.kind.queue.value,
+            "kind": str(job.stage),
+            "queue": job.queue.value,
             "state": "running" if worker else "queued" if job.state is JobState.SUBMITTED else "waiting",
             "attempt": job.attempt,
             "failures": job.failures,
@@ -102,10 +104,11 @@ class NextStep:
             wait_s = job.not_before - time.monotonic()
             return f"it is submitted in {wait_s:.0f} s" if wait_s > 0 else "it is submitted when its gate is open"
         if worker is None:
-            return f"it runs when a worker takes it from the queue {job.kind.queue}"
-        left_s = max(0.0, timeout_s(self._config, job.kind) - running_s)
+            return f"it runs when a worker takes it from the queue {job.queue}"
+        stage = self._pipeline.stage_of(job)
+        left_s = max(0.0, stage.timeout_s - running_s)
         ended = "(recovery.stage_timeout_s) and runs again"
-        if job.kind in (JobKind.ROLLOUT, JobKind.EVALUATION):  # a time-out of a rollout is a failure of the policy
+        if stage.stage.ends_itself:  # a time-out of a rollout is a failure of the policy
             ended = "(rollouts.timeout_s) and scored with policy.policy_error_reward"
         failures, losses = recovery.max_failures - job.failures, recovery.max_losses - job.losses
         return (

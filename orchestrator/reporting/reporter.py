@@ -5,7 +5,7 @@ import logging
 import os
 import socket
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -13,14 +13,13 @@ from typing import Any
 from headpond.config import RunConfig
 from headpond.ledger.queries import balance
 from headpond.ledger.states import JobState, RolloutState
-from headpond.messages import Queue
 from headpond.orchestrator import run_dir
 from headpond.orchestrator.broker import Broker
 from headpond.orchestrator.housekeeping import Reported
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.reconciler import Running, Snapshot
 from headpond.orchestrator.reporting.metrics import LagPoller
-from headpond.queues import WorkerKind
+from headpond.queues import Queue, WorkerKind
 from headpond.runtime.loop_lag import LoopLag
 from headpond.runtime.offload import to_its_end_in_io_thread
 
@@ -173,9 +172,7 @@ class Reporter:
         return {"rollouts_per_s": rollouts, "tokens_per_s": tokens}
 
     def _open_jobs(self) -> dict[str, dict[str, int]]:
-        jobs = Counter[tuple[Queue, JobState]]()
-        for (kind, state), number in self._ledger.job_counts.items():
-            jobs[kind.queue, state] += number
+        jobs = self._ledger.job_counts
         return {
             f"{state}_jobs": {queue.value: jobs[queue, state] for queue in Queue}
             for state in (JobState.WAITING, JobState.SUBMITTED)

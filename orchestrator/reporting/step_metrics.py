@@ -8,10 +8,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from headpond.batches import EncodedRank, Manifest
-from headpond.ledger.states import JobKind, RolloutState
-from headpond.messages import RolloutResult
+from headpond.ledger.states import RolloutState
 from headpond.orchestrator.ledger.records import GroupRecord, RolloutRecord
 from headpond.orchestrator.ledger.replica_costs import LOST, SECONDS, TOKENS, slow_tokens
+from headpond.records.rollout import RolloutResult
 from headpond.runtime.lag_summaries import LagSummary
 
 Values = dict[str, float]
@@ -19,7 +19,6 @@ Counts = Mapping[str, float]
 """counter -> its total, or its increase since the last step"""
 
 NAMES_MOST = 64  # the most frequent of the environments' own metrics: one name per example would flood the file
-STAGES = tuple(kind for kind in JobKind if kind is not JobKind.SURVEY)
 LAG_S = ("min", "mean", "median", "p90", "p99", "max")
 
 
@@ -100,7 +99,7 @@ def of_totals(totals: Counts) -> Values:
     }
 
 
-def of_window(since: Counts, *, groups: int, longest_s: Mapping[JobKind, float], step_s: float) -> Values:
+def of_window(since: Counts, *, groups: int, longest_s: Mapping[str, float], step_s: float) -> Values:
     """Of everything since the last step, whether or not it is part of this one."""
     filtered = _under(since, "filtered:")
     decided = since["delivered"] + sum(filtered.values()) + since["dead"]
@@ -225,12 +224,11 @@ def _replicas(since: Counts) -> Values:
     }
 
 
-def _timings(since: Counts, longest_s: Mapping[JobKind, float]) -> Values:
+def _timings(since: Counts, longest_s: Mapping[str, float]) -> Values:
     values: Values = {}
-    for kind in STAGES:
-        if jobs := since.get(f"settled:{kind}", 0):
-            values[f"time/{kind}_mean_s"] = since.get(f"seconds:{kind}", 0.0) / jobs
-            values[f"time/{kind}_max_s"] = longest_s.get(kind, 0.0)
+    for stage, jobs in _under(since, "settled:").items():
+        values[f"time/{stage}_mean_s"] = since.get(f"seconds:{stage}", 0.0) / jobs
+        values[f"time/{stage}_max_s"] = longest_s.get(stage, 0.0)
     return values
 
 

@@ -13,14 +13,14 @@ import orjson
 
 from headpond import redis_keys
 from headpond.config import RunConfig
-from headpond.ledger.states import JobKind
-from headpond.messages import Outcome, Reply, shortened
+from headpond.errors import shortened
 from headpond.orchestrator.broker import Broker
 from headpond.orchestrator.ledger.records import JobRecord
 from headpond.orchestrator.workforce.quarantine import Peer, Quarantine, Standing
 from headpond.queues import WorkerKind
 from headpond.runtime.loop_lag import blocked_cause
 from headpond.tasks.agreement import RESTART, Order, Presence, digest, used_settings
+from headpond.tasks.stage import Outcome, Reply
 
 logger = logging.getLogger("headpond.attendance")
 
@@ -61,7 +61,7 @@ class Attendance:
 
     def uses(self, reply: Reply, job: JobRecord) -> bool:
         """Whether the reply was made with the run's settings, or answers a job of an earlier start."""
-        if job.sequence <= self._first_sequence or reply.settings == self._digest(job.kind):
+        if job.sequence <= self._first_sequence or reply.settings == self._digest(job):
             return True
         if reply.node not in self._seen:
             self._strangers[reply.node] = time.monotonic()
@@ -96,13 +96,13 @@ class Attendance:
     # what submission asks
 
     def digest_for(self, job: JobRecord) -> str:
-        return self._digest(job.kind)
+        return self._digest(job)
 
     def listed(self, job: JobRecord) -> tuple[str, ...]:
         """The workers that must not take the job: those that failed it, while another may do better."""
         if not job.failed_by or len(job.failed_by) >= LISTED_MOST:
             return ()
-        others = self._admitted(WorkerKind.of(job.kind.queue)) - set(job.failed_by)
+        others = self._admitted(WorkerKind.of(job.queue)) - set(job.failed_by)
         return tuple(job.failed_by) if others else ()
 
     # once a second
@@ -163,8 +163,8 @@ class Attendance:
         ages = {node: time.monotonic() - seen.at for node, seen in self._seen.items()}
         return {node: round(age_s, 1) for node, age_s in ages.items() if age_s > SILENT_S}
 
-    def _digest(self, kind: JobKind) -> str:
-        return self._digests[WorkerKind.of(kind.queue)]
+    def _digest(self, job: JobRecord) -> str:
+        return self._digests[WorkerKind.of(job.queue)]
 
     def _hear(self, said: dict[str, bytes], now: float) -> list[str]:
         """Remember who is there. Returns those that have been silent for too long."""

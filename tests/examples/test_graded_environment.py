@@ -7,8 +7,8 @@ from support.upstream import ReceivedRequest, Response, answer, serving
 
 from headpond.config.engine import EnvironmentSettings
 from headpond.environments import load_environments
-from headpond.messages import RolloutResult
 from headpond.playing.rollout import play
+from headpond.records.rollout import RolloutResult
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROGRAMS = {

@@ -19,7 +19,10 @@ JOBS = st.one_of(
     st.builds(RolloutId, NAMES, COUNTS).map(str),
     st.builds(EncodeJobId, COUNTS, COUNTS, COUNTS).map(str),
     st.builds(ids.survey_job, COUNTS, NAMES),
-    *(st.builds(GroupId, COUNTS).map(str).map(job) for job in (ids.score_job, ids.filter_job, ids.advantages_job)),
+    *(
+        st.builds(GroupId, COUNTS).map(str).map(lambda group, stage=stage: ids.group_job(group, stage))
+        for stage in ("score", "filter")
+    ),
 )
 
 
@@ -99,10 +102,10 @@ def test_the_formats_are_those_on_the_wire_and_on_disk() -> None:
     assert str(RolloutId(str(GroupId(12)), 3)) == "g0000012-3"
     assert str(EncodeJobId(4, 1, 0)) == "s000004f1r0"
     assert ids.survey_job(2, "sums") == "e2-sums"
-    assert [job("g0000012") for job in (ids.score_job, ids.filter_job, ids.advantages_job)] == [
+    assert [ids.group_job("g0000012", stage) for stage in ("score", "filter", "advantage")] == [
         "g0000012-score",
         "g0000012-filter",
-        "g0000012-advantages",
+        "g0000012-advantage",
     ]
     assert str(LeaseId("run", "g0000012-3", 2, "aa")) == "run.g0000012-3.2.aa"
     assert str(LeaseValue("host-7", 4)) == "host-7:4"

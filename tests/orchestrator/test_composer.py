@@ -3,25 +3,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.ledgers import admitted, configured, generated, planned
+from support.ledgers import admitted, configured, generated, pipeline_of, planned
 
 from headpond.batches.manifest import EncodedRank
 from headpond.batches.signals import RankProgress, write_progress
 from headpond.errors import RunError
-from headpond.ledger.states import GroupState, JobKind, JobState, RolloutState
-from headpond.messages import EncodeResult, RolloutResult, StepAdvantages
+from headpond.ledger.states import GroupState, JobState, RolloutState
 from headpond.orchestrator.composer import Composer
 from headpond.orchestrator.inputs import step_values
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.records import BatchRecord, GroupRecord
 from headpond.orchestrator.trainer import Trainer
+from headpond.records.inputs import StepAdvantages
+from headpond.records.rollout import RolloutResult
 from headpond.store import BlobRef
+from headpond.tasks.stages.encode import EncodeResult
 
 
 def composing(ledger: Ledger, *, batch_phase: bool = False, **settings: Any) -> Composer:
     """A composer that does not wait for a trainer."""
     config = configured(trainer={"max_steps_ahead": "unlimited"}, **settings)
-    return Composer(config, ledger, Trainer(config, ledger), batch_phase=batch_phase)
+    return Composer(config, ledger, Trainer(config, ledger), pipeline_of(config, ledger, batch_phase=batch_phase))
 
 
 def sampled_by(ledger: Ledger, version: int) -> GroupRecord:
@@ -55,7 +57,7 @@ def test_a_step_is_composed_when_enough_groups_are_admitted(ledger: Ledger) -> N
     assert (batch.step, batch.formation) == (0, 1)
     assert [group.ordinal for group in batch.groups] == [1, 3]
     assert {rollout.state for rollout in batch.rollouts()} == {RolloutState.BATCHED}
-    assert {job.id for job in ledger.waiting.values() if job.kind is JobKind.ENCODE} == {"s000000f1r0", "s000000f1r1"}
+    assert {job.id for job in ledger.waiting.values() if job.stage == "encode"} == {"s000000f1r0", "s000000f1r1"}
 
 
 def test_one_step_is_open_at_a_time(ledger: Ledger) -> None:
@@ -106,7 +108,7 @@ def test_a_step_is_formed_again_without_the_rollouts_that_cannot_be_read(ledger:
     ledger.end(job, JobState.SETTLED, result=EncodeResult(unreadable=tuple(gone)))
     assert composer.encoded() is None
     assert ledger.reasons == {"blob_corrupt": 5}
-    assert first.state is GroupState.CLOSED
+    assert first.state == GroupState.CLOSED
     assert composer.compose() is None, "3 of the 6 rollouts are left"
     admitted(ledger)
     again = composed(composer)
@@ -132,7 +134,7 @@ def test_a_step_that_cannot_be_encoded_is_formed_again_and_finally_stops_the_run
 def test_a_step_too_far_ahead_of_the_trainer_waits_until_it_acknowledges(ledger: Ledger, tmp_path: Path) -> None:
     config = configured(run_dir=tmp_path, trainer={"max_steps_ahead": 1})
     trainer = Trainer(config, ledger)
-    composer = Composer(config, ledger, trainer)
+    composer = Composer(config, ledger, trainer, pipeline_of(config, ledger))
     for _ in range(6):
         admitted(ledger)
     for _ in range(2):
@@ -149,12 +151,12 @@ def test_a_batch_phase_is_a_job_between_composing_and_encoding(ledger: Ledger) -
     admitted(ledger)
     composer = composing(ledger, batch={"size": 1}, batch_phase=True)
     batch = composed(composer)
-    assert [job.id for job in ledger.waiting.values()] == ["s000000f1-advantages"]
+    assert [job.id for job in ledger.waiting.values()] == ["s000000f1-batch_phase"]
     assert composer.encoded() is None
     final = {rollout.id: 2.0 for rollout in batch.rollouts()}
-    composer.estimated(batch, StepAdvantages(advantages=final, state='{"kept": 1}'))
+    composer._pipeline.batch_phase.estimated(batch, StepAdvantages(advantages=final, state='{"kept": 1}'))
     assert (batch.advantages, batch.estimator_state) == (final, '{"kept": 1}')
-    assert "s000000f1-advantages" not in ledger.jobs
+    assert "s000000f1-advantage" not in ledger.jobs
     assert "s000000f1r0" in ledger.waiting
 
 
@@ -163,7 +165,9 @@ def test_a_step_that_is_formed_again_starts_from_the_state_before_it(ledger: Led
     for state in ("first", "second"):
         admitted(ledger)
         batch = composed(composer)
-        composer.estimated(batch, StepAdvantages(advantages=dict.fromkeys(_ids(batch), 0.0), state=state))
+        composer._pipeline.batch_phase.estimated(
+            batch, StepAdvantages(advantages=dict.fromkeys(_ids(batch), 0.0), state=state)
+        )
         if state == "first":
             ledger.deliver(batch)
     assert step_values(batch, ledger.meta["estimator_state"]).state == "first"
@@ -233,7 +237,7 @@ def test_stale_rollouts_are_dropped_before_a_step_is_formed(ledger: Ledger) -> N
     partial.rollouts[0].result = RolloutResult(reward=0.0, version_first=0)
     ledger.set("policy_version", 3)
     assert composed(composer).groups == [partial, fresh]
-    assert stale.state is GroupState.CLOSED
+    assert stale.state == GroupState.CLOSED
     assert ledger.reasons == {"stale": 5}
     assert ledger.states[RolloutState.BATCHED] == 7
 
@@ -248,7 +252,7 @@ def test_a_group_is_checked_for_staleness_when_admitted_and_at_every_version(led
     assert (fresh.state, late.state) == (GroupState.ADMITTED, GroupState.CLOSED)
     ledger.set("policy_version", 4)
     assert composer.compose() is None
-    assert fresh.state is GroupState.CLOSED
+    assert fresh.state == GroupState.CLOSED
 
 
 def test_a_step_with_a_rollout_that_became_stale_is_formed_again(ledger: Ledger) -> None:

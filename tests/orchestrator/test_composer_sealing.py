@@ -4,20 +4,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.ledgers import admitted, configured, encoded
+from support.ledgers import admitted, configured, encoded, pipeline_of
 from support.stores import manifest_path, run_store
 
 from headpond.batches import BatchReader, EncodedRank, read_manifest, read_manifests
 from headpond.config import RunConfig
 from headpond.errors import BatchError
 from headpond.ledger.states import GroupState, JobState, RolloutState
-from headpond.messages import EncodeResult, RolloutResult, StepAdvantages
 from headpond.orchestrator.composer import Composer, Sealer
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.records import ADVANTAGES
 from headpond.orchestrator.trainer import Trainer
+from headpond.records.inputs import StepAdvantages
+from headpond.records.rollout import RolloutResult
 from headpond.store import atomic
 from headpond.store.files import FileStore
+from headpond.tasks.stages.encode import EncodeResult
 
 
 @pytest.fixture
@@ -59,11 +61,12 @@ def test_sealing_uses_the_advantages_that_encoding_used(tmp_path: Path) -> None:
         ledger = Ledger(before.ledger_path)
         for rollout in admitted(ledger).rollouts:
             rollout.result = RolloutResult(reward=0.0, completion_tokens=10 + rollout.index)
-        composer = Composer(before, ledger, Trainer(before, ledger), batch_phase=True)
+        pipeline = pipeline_of(before, ledger, batch_phase=True)
+        composer = Composer(before, ledger, Trainer(before, ledger), pipeline)
         batch = composer.compose()
         assert batch is not None
         final = {rollout.id: 0.25 * rollout.index for rollout in batch.rollouts()}
-        composer.estimated(batch, StepAdvantages(advantages=final, state='{"steps": 1}'))
+        pipeline.batch_phase.estimated(batch, StepAdvantages(advantages=final, state='{"steps": 1}'))
         await ledger.committed()
         ledger.close()
         assert batch.advantages != {rollout.id: rollout.advantage for rollout in batch.rollouts()}
@@ -72,7 +75,7 @@ def test_sealing_uses_the_advantages_that_encoding_used(tmp_path: Path) -> None:
 
     async def seal(ranks: list[EncodedRank]) -> None:
         ledger = Ledger(after.ledger_path)
-        Composer(after, ledger, Trainer(after, ledger)).resume()
+        Composer(after, ledger, Trainer(after, ledger), pipeline_of(after, ledger)).resume()
         assert await Sealer(after).seal(ledger.batches[0], ranks)
         ledger.deliver(ledger.batches[0])
         assert ledger.meta[ADVANTAGES] == "{}"
@@ -141,7 +144,7 @@ def test_a_step_whose_manifest_is_visible_is_not_formed_again(
     ledger: Ledger, config: RunConfig, store: FileStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The manifest is linked, its directory cannot be synced, and then a rollout becomes stale."""
-    sealer, composer = Sealer(config), Composer(config, ledger, Trainer(config, ledger))
+    sealer, composer = Sealer(config), Composer(config, ledger, Trainer(config, ledger), pipeline_of(config, ledger))
     groups = [admitted(ledger), admitted(ledger)]
     batch = composer.compose()
     assert batch is not None

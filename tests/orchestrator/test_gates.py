@@ -1,9 +1,8 @@
 import pytest
 from support.waiting import Clock
 
-from headpond.ledger.states import JobKind
-from headpond.messages import Outcome
 from headpond.orchestrator.gates import RETRY_FIRST_S, RETRY_MOST_S, Gate, Gates
+from headpond.tasks.stage import Outcome
 
 
 @pytest.fixture
@@ -66,12 +65,10 @@ def test_a_lost_probe_is_followed_by_another(gate: Gate, clock: Clock) -> None:
 
 def test_the_exclusion_of_the_worker_that_closed_a_gate_opens_it() -> None:
     gates = Gates()
-    kinds = (JobKind.ROLLOUT, JobKind.FILTER, JobKind.ENCODE)
-    for kind in kinds:
-        gate = gates.of(kind)
-        assert gate is not None
+    closed = gates.rollouts, gates.filtering, gates.encoding
+    for gate in closed:
         gate.close(Outcome.UNWRITTEN, "a", 1, "no space", node="bad")
     gates.worker_excluded("good")
-    assert len(gates.troubles) == len(kinds)
+    assert len(gates.troubles) == len(closed)
     gates.worker_excluded("bad")
     assert gates.troubles == []

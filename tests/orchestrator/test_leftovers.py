@@ -18,13 +18,13 @@ from headpond.commands.main import app
 from headpond.config import RunConfig
 from headpond.errors import RunLocked
 from headpond.ids import rollout_directory
-from headpond.messages import RolloutResult
 from headpond.orchestrator import run_dir
 from headpond.orchestrator.inputs import batch_plan
 from headpond.orchestrator.ledger.audit import audit
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.leftovers import OLD_SESSIONS, OTHER_RUNS, RELEASED_STEPS, UNNAMED, collect
 from headpond.orchestrator.lock import lock_directory
+from headpond.records.rollout import RolloutResult
 from headpond.store import BlobRef
 from headpond.store.files import FileStore
 

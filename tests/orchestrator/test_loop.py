@@ -51,7 +51,7 @@ def test_a_step_whose_policy_failed_is_noted_in_the_status(tmp_path: Path, ledge
     async def noted() -> list[str]:
         broker = Broker(config.redis_url)
         orchestrator = orchestrating(config, ledger, broker)
-        orchestrator.metrics.measure(ledger.compose(0, [admitted(ledger, policy_error="timeout: 5 s")]))
+        orchestrator.metrics.measure(ledger.compose(0, [admitted(ledger, policy_error="timeout: 5 s")]), [])
         noted = orchestrator.reporter.status()["notes"]
         await broker.close()
         return noted

@@ -3,24 +3,23 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from support.ledgers import admitted, configured, submitted
+from support.ledgers import admitted, configured, pipeline_of, submitted
 
 from headpond.batches import TrainerState
 from headpond.errors import RunError
-from headpond.ledger.states import GroupState, JobKind, JobState, RolloutState
-from headpond.messages import RolloutResult
-from headpond.orchestrator.causes import Causes
+from headpond.ledger.states import GroupState, JobState, RolloutState
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.planner import AT_ONCE, Planner
 from headpond.orchestrator.trainer import Trainer
+from headpond.records.rollout import RolloutResult
 from headpond.store import BlobRef
 
 
-def planning(ledger: Ledger, *, examples: int = 1000, causes: Causes | None = None, **settings: Any) -> Planner:
+def planning(ledger: Ledger, *, examples: int = 1000, **settings: Any) -> Planner:
     """A planner with a surveyed environment. It does not wait for a trainer, unless `settings` change that."""
     config = configured(**{"trainer": {"max_steps_ahead": "unlimited"}} | settings)
     ledger.set("examples:noop", examples)
-    return Planner(config, ledger, Trainer(config, ledger), causes or Causes())
+    return Planner(config, ledger, Trainer(config, ledger), pipeline_of(config, ledger))
 
 
 def plan_all(planner: Planner) -> None:
@@ -187,9 +186,9 @@ def test_groups_are_begun_one_step_beyond_those_that_may_be_sealed(ledger: Ledge
 def test_no_group_begins_before_its_environment_is_surveyed(ledger: Ledger) -> None:
     environments = {"maths": {"use": "noop", "weight": 3}, "games": {"use": "noop"}}
     planner = planning(ledger, batch={"size": 4}, environments=environments)
-    planner.survey()
-    planner.survey()
-    assert [job.kind for job in ledger.jobs.values()] == [JobKind.SURVEY] * 2
+    planner._pipeline.survey.begin()
+    planner._pipeline.survey.begin()
+    assert [job.stage for job in ledger.jobs.values()] == ["survey"] * 2
     plan_all(planner)
     assert not ledger.groups
     ledger.set("examples:maths", 10)
@@ -209,11 +208,11 @@ def test_a_batch_of_tokens_is_planned_by_the_lengths_of_each_environment(ledger:
 
 
 def test_a_run_that_drops_everything_stops_with_what_to_check(ledger: Ledger) -> None:
-    causes = Causes()
-    planner = planning(ledger, causes=causes, batch={"max_empty_batches": 5})
+    planner = planning(ledger, batch={"max_empty_batches": 5})
     ledger.set("dropped_in_a_row", 9)
     planner.plan()
     ledger.set("dropped_in_a_row", 10)
+    causes = planner._pipeline.causes
     causes.dropped("zero_variance", 36, [0.0] * 36)
     causes.dropped("overlong", 4, [0.5] * 4)
     with pytest.raises(RunError, match=r"10 groups .*overlong 4 \(mean reward 0.05, "):
@@ -235,7 +234,7 @@ def test_a_full_store_stops_planning_until_a_step_is_released(ledger: Ledger) ->
     config = configured(trainer={"max_steps_ahead": "unlimited"}, max_store_gb=1.0)
     trainer = Trainer(config, ledger)
     ledger.set("examples:noop", 1000)
-    planner = Planner(config, ledger, trainer, Causes())
+    planner = Planner(config, ledger, trainer, pipeline_of(config, ledger))
     stored(ledger, 10**9 // 8)
     stored(ledger, 10**9 // 8)
     ledger.deliver(ledger.compose(0, list(ledger.groups.values())))
@@ -263,7 +262,7 @@ def test_a_store_full_of_kept_columns_still_gets_the_next_step(ledger: Ledger) -
     config = configured(trainer={"max_steps_ahead": "unlimited", "keep_steps": 2}, max_store_gb=0.1)
     trainer = Trainer(config, ledger)
     trainer.state = TrainerState(acked=-1)
-    planner = Planner(config, ledger, trainer, Causes())
+    planner = Planner(config, ledger, trainer, pipeline_of(config, ledger))
     ledger.set("examples:noop", 1000)
     for _ in range(2):
         stored(ledger, 10**9 // 8)
@@ -283,12 +282,11 @@ def test_dropped_rollouts_do_not_count_as_stored(ledger: Ledger) -> None:
     assert ledger.unwanted_blobs == [f"rollouts/{group.id}-0"]
 
 
-def test_the_ledger_counts_its_open_groups_by_environment_and_state(ledger: Ledger) -> None:
+def test_the_ledger_counts_the_groups_that_a_stage_works_on(ledger: Ledger) -> None:
     """Planning reads these counts: with 20,000 open groups, counting them at every call took 20 s."""
-    for state in (GroupState.FILTERING, GroupState.ADMITTED, GroupState.CLOSED):
+    for state in ("filter", GroupState.ADMITTED, GroupState.CLOSED):
         ledger.enter(submitted(ledger), state)
     groups = [submitted(ledger), admitted(ledger)]
-    counts = Counter((group.environment, group.state) for group in ledger.groups.values())
-    assert +ledger.group_counts == counts
-    assert ledger.groups_in(GroupState.COLLECTING) == groups[:1]
-    assert len(ledger.groups_in(GroupState.ADMITTED, GroupState.FILTERING)) == 3
+    assert ledger.unfinished == {"noop": 2}
+    assert ledger.groups_in(GroupState.PLAYING) == groups[:1]
+    assert len(ledger.groups_in(GroupState.ADMITTED, "filter")) == 3

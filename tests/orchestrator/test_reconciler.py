@@ -7,20 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.ledgers import configured, submitted, unattended
+from support.ledgers import configured, pipeline_of, replies_of, submitted
 from support.waiting import Clock
 
 from headpond import redis_keys
+from headpond.config import RunConfig
 from headpond.ledger.states import GroupState, JobState, RolloutState
-from headpond.messages import GRACE_S, Outcome, Queue, RolloutResult
 from headpond.orchestrator.broker import Broker
 from headpond.orchestrator.gates import Gates
-from headpond.orchestrator.groups import Groups
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.records import GroupRecord, JobRecord
 from headpond.orchestrator.reconciler import Findings, Reconciler, Snapshot
 from headpond.orchestrator.workforce.leases import LEASES_AT_ONCE, read_leases, remove_leases
+from headpond.queues import Queue
+from headpond.records.rollout import RolloutResult
 from headpond.runtime.embedded_redis import EmbeddedRedis
+from headpond.tasks.stage import GRACE_S, Outcome
 
 RUN = "run"
 LEASE_S = 10.0
@@ -28,6 +30,11 @@ LEASE_S = 10.0
 
 def judge(reconciler: Reconciler, snapshot: Snapshot) -> Findings:
     return asyncio.run(reconciler.judge(snapshot))
+
+
+def reconciling(config: RunConfig, ledger: Ledger, broker: Broker, gates: Gates) -> Reconciler:
+    pipeline = pipeline_of(config, ledger, gates, run=RUN)
+    return Reconciler(config, RUN, ledger, broker, pipeline, replies_of(config, ledger, pipeline), gates)
 
 
 class Scene:
@@ -41,8 +48,7 @@ class Scene:
         for other in group.rollouts[1:]:
             ledger.end(ledger.jobs[other.id], JobState.CANCELLED)
         gates = Gates()
-        groups = Groups(config, ledger, gates, unattended(config))
-        self.reconciler = Reconciler(config, RUN, ledger, Broker("redis://unused/0"), groups, gates)
+        self.reconciler = reconciling(config, ledger, Broker("redis://unused/0"), gates)
         self.poll_s = self.reconciler.poll_s
 
     def poll(self, *, lease: str | None = None, depth: int = 0, oldest: int | None = None) -> Findings:
@@ -205,9 +211,7 @@ def test_a_job_that_is_lost_too_often_is_dead(scene: Scene) -> None:
 
 def timing_groups(ledger: Ledger, gates: Gates, **rollouts: Any) -> Reconciler:
     config = configured(rollouts={"group_timeout_s": 30} | rollouts)
-    return Reconciler(
-        config, RUN, ledger, Broker("redis://unused/0"), Groups(config, ledger, gates, unattended(config)), gates
-    )
+    return reconciling(config, ledger, Broker("redis://unused/0"), gates)
 
 
 def poll(reconciler: Reconciler, clock: Clock, times: int, running: str | None = None) -> None:
@@ -235,13 +239,13 @@ def test_a_group_over_its_time_out_continues_with_its_finished_rollouts(ledger: 
     gates.rollouts.probe_sent(late.id, 1)
     reconciler = timing_groups(ledger, gates)
     poll(reconciler, clock, 31, running=late.id)
-    assert group.state is GroupState.COLLECTING
+    assert group.state == GroupState.PLAYING
     job = ledger.jobs[late.id]
     poll(reconciler, clock, 1, running=late.id)
     assert job.state is JobState.CANCELLED
     assert (late.state, late.reason) == (RolloutState.FILTERED, "group_timeout")
     assert late.id not in ledger.jobs
-    assert group.state is GroupState.FILTERING
+    assert group.state == "filter"
     assert len(group.of(RolloutState.GENERATED)) == 3
     assert gates.rollouts.may_send_probe()
 
@@ -249,14 +253,14 @@ def test_a_group_over_its_time_out_continues_with_its_finished_rollouts(ledger: 
 def test_a_group_over_its_time_out_is_dropped_with_partial_groups_drop(ledger: Ledger, clock: Clock) -> None:
     group = one_unfinished(ledger)
     poll(timing_groups(ledger, Gates(), partial_groups="drop"), clock, 32, running=group.rollouts[3].id)
-    assert group.state is GroupState.CLOSED
+    assert group.state == GroupState.CLOSED
     assert ledger.reasons == {"group_timeout": 1, "group_too_small": 3}
 
 
 def test_a_group_has_no_time_out_with_partial_groups_wait(ledger: Ledger, clock: Clock) -> None:
     group = one_unfinished(ledger)
     poll(timing_groups(ledger, Gates(), partial_groups="wait"), clock, 100, running=group.rollouts[3].id)
-    assert group.state is GroupState.COLLECTING
+    assert group.state == GroupState.PLAYING
 
 
 def test_time_in_which_no_rollout_of_a_group_can_run_is_not_its_time(ledger: Ledger, clock: Clock) -> None:
@@ -271,9 +275,9 @@ def test_time_in_which_no_rollout_of_a_group_can_run_is_not_its_time(ledger: Led
     poll(reconciler, clock, 10, running=late)
     poll(reconciler, clock, 100)
     poll(reconciler, clock, 20, running=late)
-    assert group.state is GroupState.COLLECTING
+    assert group.state == GroupState.PLAYING
     poll(reconciler, clock, 1, running=late)
-    assert group.state is GroupState.FILTERING
+    assert group.state == "filter"
 
 
 def test_a_running_rollout_that_became_stale_is_cancelled(scene: Scene) -> None:
@@ -371,12 +375,12 @@ def test_a_group_that_is_complete_between_two_slices_is_not_timed_out(
         await asyncio.sleep(0)
         ledger.end(ledger.jobs[late.id], JobState.SETTLED)
         ledger.generated(late, RolloutResult(reward=0.0))
-        ledger.enter(group, GroupState.FILTERING)
+        ledger.enter(group, "filter")
         await judging
 
     asyncio.run(main())
     assert late.state is RolloutState.GENERATED
-    assert group.state is GroupState.FILTERING
+    assert group.state == "filter"
 
 
 def test_every_lease_is_read_and_what_they_show_is_counted(ledger: Ledger, tmp_path: Path) -> None:
@@ -385,8 +389,7 @@ def test_every_lease_is_read_and_what_they_show_is_counted(ledger: Ledger, tmp_p
 
     async def main(server: EmbeddedRedis) -> None:
         broker = Broker(server.url)
-        groups = Groups(config, ledger, Gates(), unattended(config))
-        reconciler = Reconciler(config, RUN, ledger, broker, groups, Gates())
+        reconciler = reconciling(config, ledger, broker, Gates())
         leases = {f"other.g0000001-{number}.1.x": "host-7:1" for number in range(3 * LEASES_AT_ONCE)}
         leases[f"{RUN}.{job}.1.x"] = "host-8:1"
         await broker.client.hset(redis_keys.LEASES, mapping=leases)

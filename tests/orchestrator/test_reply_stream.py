@@ -5,21 +5,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.ledgers import configured, submitted, unattended
+from support.ledgers import configured, replies_of, reply_to, submitted
 from support.stores import run_store
 
 from headpond import redis_keys
 from headpond.batches import EncodedRank
-from headpond.messages import EncodeResult, Outcome, Reply, RolloutResult
 from headpond.orchestrator.broker import Broker
-from headpond.orchestrator.gates import Gates
-from headpond.orchestrator.groups import Groups
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.release import Releaser
 from headpond.orchestrator.reply_stream import START, ReplyStream
 from headpond.orchestrator.trainer import Trainer
+from headpond.records.rollout import RolloutResult
 from headpond.runtime.embedded_redis import EmbeddedRedis
 from headpond.store import BlobRef
+from headpond.tasks.stages.encode import EncodeResult
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +57,7 @@ class Scene:
         self.run = directory.name
 
     async def add_reply(self, job: str) -> None:
-        reply = Reply(
-            run=self.run, job=job, attempt=1, execution="x", worker="w", node="n", settings="", outcome=Outcome.DONE
-        )
+        reply = reply_to(job, run=self.run)
         await self.broker.client.xadd(self.stream, {"reply": reply.model_dump_json()})
 
     async def read(self) -> list[str]:
@@ -146,9 +143,7 @@ def test_unreadable_replies_and_those_of_other_runs_are_skipped(server: Embedded
     async def scene(it: Scene) -> None:
         await it.broker.client.xadd(it.stream, {"reply": "no json"})
         await it.broker.client.xadd(it.stream, {"something": "else"})
-        other = Reply(
-            run="other", job="o", attempt=1, execution="x", worker="w", node="n", settings="", outcome=Outcome.DONE
-        )
+        other = reply_to("o", run="other")
         await it.broker.client.xadd(it.stream, {"reply": other.model_dump_json()})
         await it.add_reply("a")
         assert await it.read() == ["a"]
@@ -203,17 +198,7 @@ def test_a_reply_that_names_files_of_another_execution_is_refused(
     """As a late reply it would delete them, as the first one it would deliver them."""
 
     async def scene(it: Scene) -> None:
-        reply = Reply(
-            run="run",
-            job=job,
-            attempt=1,
-            execution="x",
-            worker="w",
-            node="n",
-            settings="",
-            outcome=Outcome.DONE,
-            result=result,
-        )
+        reply = reply_to(job, result=result)
         await it.broker.client.xadd(it.stream, {"reply": reply.model_dump_json()})
         assert await it.read() == ([job] if accepted else [])
         assert it.ledger.number("replies_refused") == (not accepted)
@@ -228,20 +213,18 @@ def test_a_forged_late_reply_deletes_nothing(server: EmbeddedRedis, tmp_path: Pa
     store = run_store(config)
 
     async def scene(it: Scene) -> None:
-        groups = Groups(config, it.ledger, Gates(), unattended(config))
+        replies = replies_of(config, it.ledger)
         rollout = submitted(it.ledger).rollouts[0]
         own = f"rollouts/run/{rollout.id}/1.x/columns.safetensors"
         manifest, columns = store.put(MANIFEST, [b"{}"]), store.put(own, [b"tokens"])
         forged = [BlobRef(key=manifest.key, size=0, checksum=""), BlobRef(key=columns.key, size=99, checksum="")]
         for ref in (columns, *forged):
             result = RolloutResult(reward=1.0, columns=ref)
-            reply = Reply(run="run", job=rollout.id, attempt=1, execution="x", worker="w",
-                          node="n", settings="", outcome=Outcome.DONE,
-                          result=result)  # fmt: skip
+            reply = reply_to(rollout.id, result=result)
             await it.broker.client.xadd(it.stream, {"reply": reply.model_dump_json()})
         for entry in await it.replies.read():
             if accepted := it.replies.accept(entry):
-                groups.apply(accepted)
+                replies.apply(accepted)
         await it.ledger.committed()
         await Releaser(config, it.ledger, Trainer(config, it.ledger)).run_once()
         assert rollout.result

@@ -5,18 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.ledgers import admitted, configured, encoded
+from support.ledgers import admitted, configured, encoded, pipeline_of
 
 from headpond.config import RunConfig
 from headpond.errors import OtherPlan, RunError
 from headpond.ledger.states import JobState, RolloutState
-from headpond.messages import EncodeResult
-from headpond.orchestrator.causes import Causes
 from headpond.orchestrator.composer import Composer, Sealer
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.records import BatchRecord
 from headpond.orchestrator.planner import Planner
 from headpond.orchestrator.trainer import Trainer
+from headpond.tasks.stages.encode import EncodeResult
 
 
 def of(tmp_path: Path, **settings: Any) -> RunConfig:
@@ -24,7 +23,7 @@ def of(tmp_path: Path, **settings: Any) -> RunConfig:
 
 
 def composer_of(config: RunConfig, ledger: Ledger) -> Composer:
-    return Composer(config, ledger, Trainer(config, ledger))
+    return Composer(config, ledger, Trainer(config, ledger), pipeline_of(config, ledger))
 
 
 def composed(composer: Composer) -> BatchRecord:
@@ -93,14 +92,14 @@ def test_a_run_that_stopped_because_everything_was_dropped_plans_again(tmp_path:
         ledger.set("examples:noop", 10)
         for _ in range(2):
             ledger.increment("dropped_in_a_row")
-        planner = Planner(config, ledger, Trainer(config, ledger), Causes())
+        planner = Planner(config, ledger, Trainer(config, ledger), pipeline_of(config, ledger))
         with pytest.raises(RunError):
             planner.plan()
         await committed_and_closed(ledger)
 
     asyncio.run(stop())
     ledger = Ledger(config.ledger_path)
-    planner = Planner(config, ledger, Trainer(config, ledger), Causes())
+    planner = Planner(config, ledger, Trainer(config, ledger), pipeline_of(config, ledger))
     planner.resume()
     planner.plan()
     assert ledger.groups

@@ -7,20 +7,19 @@ from pathlib import Path
 
 import orjson
 import pytest
-from support.ledgers import admitted, configured, submitted, unattended
+from support.ledgers import admitted, configured, replies_of, reply_to, submitted
 from support.waiting import HANG_S, wait_until_async
 
 from headpond import redis_keys
-from headpond.ledger.states import GroupState, JobKind, JobState
-from headpond.messages import Outcome, Queue, Reply, RolloutResult
+from headpond.ledger.states import GroupState, JobState
 from headpond.orchestrator import shutdown
 from headpond.orchestrator.broker import Broker
-from headpond.orchestrator.gates import Gates
-from headpond.orchestrator.groups import Groups
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.reply_stream import ReplyStream
 from headpond.orchestrator.shutdown import Shutdown
 from headpond.orchestrator.submission import MESSAGES_AT_ONCE
+from headpond.queues import Queue
+from headpond.records.rollout import RolloutResult
 from headpond.runtime.embedded_redis import EmbeddedRedis
 
 
@@ -62,7 +61,7 @@ def test_a_group_that_advances_while_the_run_ends_leaves_no_open_job(
     config = configured(run_dir=tmp_path)
     first, later = submitted(ledger), submitted(ledger, 2)
     admitted(ledger)
-    groups = Groups(config, ledger, Gates(), unattended(config))
+    replies = replies_of(config, ledger)
     broker = Broker("redis://unused/0")
     end = Shutdown(config, "run", ledger, broker, ReplyStream("run", broker, ledger))
 
@@ -70,21 +69,10 @@ def test_a_group_that_advances_while_the_run_ends_leaves_no_open_job(
         cancelling = asyncio.create_task(end._cancel_open_work())  # pyright: ignore[reportPrivateUsage]
         for _ in range(2):
             await asyncio.sleep(0)
-        assert (first.state, later.state) == (GroupState.CLOSED, GroupState.COLLECTING)
+        assert (first.state, later.state) == (GroupState.CLOSED, GroupState.PLAYING)
         for rollout in later.rollouts:
-            reply = Reply(
-                run="run",
-                job=rollout.id,
-                attempt=1,
-                execution="x",
-                worker="w",
-                node="n",
-                settings="",
-                outcome=Outcome.DONE,
-                result=RolloutResult(reward=0.0),
-            )
-            groups.apply(reply)
-        assert later.state is GroupState.FILTERING
+            replies.apply(reply_to(rollout.id, result=RolloutResult(reward=0.0)))
+        assert later.state == "filter"
         while not cancelling.done():  # a kill at this point leaves no job of a closed group in the ledger
             assert {job.subject for job in ledger.jobs.values()} <= ledger.groups.keys()
             await asyncio.sleep(0)
@@ -109,7 +97,7 @@ def test_queued_jobs_wait_again_when_the_run_drains(ledger: Ledger, tmp_path: Pa
         draining = asyncio.create_task(
             Shutdown(config, "run", ledger, broker, ReplyStream("run", broker, ledger)).drain()
         )
-        await wait_until_async(lambda: ledger.job_counts[JobKind.ROLLOUT, JobState.SUBMITTED] == 1)
+        await wait_until_async(lambda: ledger.job_counts[Queue.ROLLOUTS, JobState.SUBMITTED] == 1)
         assert await broker.client.llen(Queue.ROLLOUTS) == 0
         assert [job.state for job in jobs] == [JobState.SUBMITTED, *[JobState.WAITING] * (len(jobs) - 1)]
         assert not draining.done()

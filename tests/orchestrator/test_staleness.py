@@ -1,10 +1,10 @@
 import pytest
 from support.ledgers import configured, generated
 
-from headpond.messages import RolloutResult
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.records import START
 from headpond.orchestrator.staleness import Staleness
+from headpond.records.rollout import RolloutResult
 
 
 @pytest.mark.parametrize(("mode", "dropped"), [("drop", True), ("mask", False), ("monitor", False), ("off", False)])

@@ -6,17 +6,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from support.ledgers import admitted, configured, generated, unattended
+from support.ledgers import admitted, configured, generated, pipeline_of, replies_of, reply_to, unattended
 from support.waiting import Clock
 
-from headpond.ledger.states import GroupState, JobKind, JobState
-from headpond.messages import FilterResult, Outcome, Queue, Reply
+from headpond.ledger.states import JobState
 from headpond.orchestrator.broker import Broker
 from headpond.orchestrator.gates import Gates
-from headpond.orchestrator.groups import Groups
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.submission import AT_ONCE, Submitter
+from headpond.queues import Queue
 from headpond.runtime.embedded_redis import EmbeddedRedis
+from headpond.tasks.stage import Outcome
+from headpond.tasks.stages.filter import FilterResult
 
 
 class InterruptedBroker(Broker):
@@ -34,10 +35,13 @@ def play(directory: Path, scene: Callable[[SimpleNamespace], Coroutine[Any, Any,
     async def run(server: EmbeddedRedis) -> None:
         config, ledger, gates = configured(run_dir=directory), Ledger(directory / "ledger.sqlite"), Gates()
         broker = InterruptedBroker(server.url)
-        submitter = Submitter(config, "run", ledger, broker, gates, unattended(config))
-        groups = Groups(config, ledger, gates, unattended(config))
+        pipeline = pipeline_of(config, ledger, gates)
+        submitter = Submitter(config, "run", ledger, broker, pipeline, unattended(config))
+        replies = replies_of(config, ledger, pipeline)
         try:
-            await scene(SimpleNamespace(ledger=ledger, gates=gates, broker=broker, submitter=submitter, groups=groups))
+            await scene(
+                SimpleNamespace(ledger=ledger, gates=gates, broker=broker, submitter=submitter, replies=replies)
+            )
         finally:
             ledger.close()
             await broker.close()
@@ -49,28 +53,16 @@ def play(directory: Path, scene: Callable[[SimpleNamespace], Coroutine[Any, Any,
 def test_a_job_that_is_settled_before_its_slice_is_not_submitted(tmp_path: Path) -> None:
     async def scene(it: SimpleNamespace) -> None:
         groups = [generated(it.ledger) for _ in range(AT_ONCE + 1)]
-        jobs = [it.ledger.add_job(f"{group.id}-filter", JobKind.FILTER, group.id) for group in groups]
+        jobs = [it.ledger.add_job(f"{group.id}-filter", "filter", group.id) for group in groups]
         for group, job in zip(groups, jobs, strict=True):
-            it.ledger.enter(group, GroupState.FILTERING)
+            it.ledger.enter(group, "filter")
             it.ledger.submit(job)
             it.ledger.retry(job, losses=1)
         last = groups[-1]
 
         def a_late_reply_closes_the_last_group() -> None:
             result = FilterResult(dropped={rollout.id: "short" for rollout in last.rollouts})
-            it.groups.apply(
-                Reply(
-                    run="run",
-                    job=jobs[-1].id,
-                    attempt=1,
-                    execution="x",
-                    worker="w",
-                    node="n",
-                    settings="",
-                    outcome=Outcome.DONE,
-                    result=result,
-                )
-            )
+            it.replies.apply(reply_to(jobs[-1].id, result=result))
 
         it.broker.meanwhile = a_late_reply_closes_the_last_group
         await it.submitter.submit_waiting()
@@ -84,7 +76,7 @@ def test_a_job_that_is_settled_before_its_slice_is_not_submitted(tmp_path: Path)
 def test_a_probe_whose_input_cannot_be_written_is_submitted_later(tmp_path: Path, clock: Clock) -> None:
     async def scene(it: SimpleNamespace) -> None:
         batch = it.ledger.compose(0, [admitted(it.ledger), admitted(it.ledger)])
-        job = it.ledger.add_job(batch.job_id(0), JobKind.ENCODE, "0")
+        job = it.ledger.add_job(batch.job_id(0), "encode", "0")
         it.ledger.submit(job)
         it.ledger.retry(job)
         it.gates.encoding.close(Outcome.UNWRITTEN, job.id, 1, "full")

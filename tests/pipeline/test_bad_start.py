@@ -196,4 +196,4 @@ def test_an_environment_that_ends_its_task_or_raises_bad_unicode_uses_up_its_fai
         r"the file \udcff.txt",
     ):
         assert any(text in error for (error,) in dead), dead
-    assert cluster.ledger("SELECT max(attempt), max(failures) FROM kept_jobs WHERE kind = 'rollout'") == [(3, 3)]
+    assert cluster.ledger("SELECT max(attempt), max(failures) FROM kept_jobs WHERE kind = 'play'") == [(3, 3)]

@@ -11,7 +11,7 @@ from support.engine_process import EngineProcess
 
 from headpond import BatchReader
 from headpond.batches import MicroBatch
-from headpond.redo import Redo
+from headpond.commands.redone import Redo
 
 ENVIRONMENT = """
 from headpond import Score

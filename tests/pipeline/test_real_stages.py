@@ -11,7 +11,7 @@ from support.stores import directory_store
 from support.waiting import wait_until
 
 from headpond.batches import BatchReader, read_manifests
-from headpond.redo import Redo
+from headpond.commands.redone import Redo
 
 ENVIRONMENTS = """
 [environments.sums]

@@ -15,6 +15,7 @@ from support.waiting import wait_until
 
 from headpond.errors import LedgerError
 from headpond.ledger import schema
+from headpond.ledger.schema import SCHEMA_VERSION
 from headpond.runtime.embedded_redis import EmbeddedRedis
 
 PASSWORD = "hunter2/#?"
@@ -109,7 +110,7 @@ def test_a_run_directory_with_other_settings_or_damage_is_refused(cluster: Clust
         messages[name] = refused(cluster.orchestrator(HEADPOND_SEED="1" if name == "seed" else "0"))
     assert re.search(r"\(seed was 0, now 1\).* run_dir", messages["seed"])
     assert "broken-run.json/run.json is damaged" in messages["run.json"]
-    assert "another version of Headpond (schema 7, not 2)" in messages["version"]
+    assert f"another version of Headpond (schema 7, not {SCHEMA_VERSION})" in messages["version"]
     assert "cannot be used (file is not a database)" in messages["ledger"]
     cluster.run_dir = original
     assert cluster.audit()["in_flight"] == 48

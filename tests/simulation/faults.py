@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from headpond import ids, redis_keys
-from headpond.messages import EncodeResult, Outcome, Queue, Reply, RolloutResult
 from headpond.orchestrator import crash_points
-from headpond.queues import WorkerKind
+from headpond.queues import Queue, WorkerKind
+from headpond.records.rollout import RolloutResult
 from headpond.store import BlobRef
+from headpond.tasks.stage import Outcome, Reply
+from headpond.tasks.stages.encode import EncodeResult
 from simulation.workers import MOMENTS, SimulatedWorker
 
 if TYPE_CHECKING:
@@ -253,10 +255,19 @@ def replies_forged(world: "World", random: Random) -> None:
     for key in random.sample(keys, k=min(5, len(keys))):
         blob = BlobRef(key=key, size=1, checksum="0")
         for job in (f"{ids.GroupId(random.randint(1, 9))}-{random.randint(0, 3)}", "g0000001-filter", "s000000f1r0"):
-            reply = Reply(run=world.run, job=job, attempt=1, result=RolloutResult(reward=1e9, columns=blob), **forged)
+            reply = Reply(
+                stage="play",
+                run=world.run,
+                job=job,
+                attempt=1,
+                result=RolloutResult(reward=1e9, columns=blob),
+                **forged,
+            )
             world.redis.xadd(stream, {"reply": reply.model_dump_json()})
     for job in ("s000000f1r0", "s000001f1r0"):
-        reply = Reply(run=world.run, job=job, attempt=1, result=EncodeResult(unreadable=("g0000001-0",)), **forged)
+        reply = Reply(
+            stage="encode", run=world.run, job=job, attempt=1, result=EncodeResult(unreadable=("g0000001-0",)), **forged
+        )
         world.redis.xadd(stream, {"reply": reply.model_dump_json()})
 
 

@@ -9,12 +9,12 @@ from headpond import redis_keys
 from headpond.batches import Manifest, read_manifests
 from headpond.batches.manifest import manifest_key
 from headpond.ledger import queries, schema
-from headpond.ledger.states import JobKind
-from headpond.messages import Queue
 from headpond.orchestrator import envelope
 from headpond.orchestrator.ledger.audit import audit
+from headpond.orchestrator.ledger.records import JobRecord
 from headpond.orchestrator.leftovers import OTHER_RUNS, collect
 from headpond.orchestrator.release import named_files
+from headpond.queues import Queue
 from headpond.store.columns import read_columns
 from simulation.faults import OTHER_RUN
 from simulation.workers import length_of, reward_of
@@ -57,7 +57,7 @@ class Commits:
         if not progress["rollouts"]["balanced"]:
             world.violated(f"a commit is not balanced: {progress}")
         # A batch phase whose result the orchestrator cannot read is done again.
-        jobs = [row for row in queries.open_jobs(connection) if row[5] in OPEN and row[1] != JobKind.BATCH_PHASE]
+        jobs = [row for row in queries.open_jobs(connection) if row[5] in OPEN and row[1] != "batch_phase"]
         open_jobs = {row[0] for row in jobs}
         self._closed |= self._open - open_jobs
         if again := open_jobs & self._closed:
@@ -88,7 +88,10 @@ def check_counts(world: "World", status: dict[str, Any]) -> None:
     """The counters in the memory of an orchestrator that has ended are those of its ledger's rows."""
     with schema.reading(world.config.ledger_path) as connection:
         states = queries.rollouts_by_state(connection)
-        jobs = Counter((JobKind(row[1]).queue.value, row[5]) for row in queries.open_jobs(connection))
+        jobs = Counter(
+            (JobRecord(id=row[0], stage=row[1], subject=row[2]).queue.value, row[5])
+            for row in queries.open_jobs(connection)
+        )
     counted = {state.value: number for state, number in states.items() if number}
     if counted != status["states"]:
         world.violated(f"the orchestrator counted {status['states']}, the ledger has {counted}")

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from headpond.messages import Reply
 from headpond.orchestrator import release, submission
 from headpond.orchestrator.composer import Composer
 from headpond.orchestrator.housekeeping import Reported
@@ -15,6 +14,7 @@ from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.planner import Planner
 from headpond.orchestrator.reconciler import Findings, Reconciler, Snapshot
 from headpond.orchestrator.reply_stream import ReplyStream
+from headpond.tasks.stage import Reply
 from simulation.faults import drawn
 from simulation.playing import play
 

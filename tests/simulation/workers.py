@@ -16,33 +16,24 @@ import orjson
 import xxhash
 from redis.exceptions import RedisError
 
-from headpond import ids, job_inputs, redis_keys
+from headpond import ids, redis_keys
 from headpond.config import RunConfig
 from headpond.errors import EngineUnreachable, InfrastructureFailure
-from headpond.messages import (
-    AdvantageJob,
-    AnyJob,
-    AnyResult,
-    BatchPhaseJob,
-    EncodeJob,
-    FilterJob,
-    FilterResult,
-    RolloutJob,
-    RolloutResult,
-    ScoreJob,
-    ScoreResult,
-    SurveyJob,
-    SurveyResult,
-)
-from headpond.orchestrator.envelope import TASKS
 from headpond.queues import WorkerKind
+from headpond.records.inputs import GroupInputs
+from headpond.records.rollout import RolloutResult
 from headpond.runtime.offload import in_io_thread
 from headpond.store import BlobRef, Store, open_store
 from headpond.store.columns import Columns, TurnTable, write_columns
 from headpond.store.experts import Chunk, seal_experts
-from headpond.tasks import agreement, jobs
+from headpond.tasks import agreement, inputs
 from headpond.tasks.agreement import Order, Presence
 from headpond.tasks.execution import EncodedReply, Execution, write_lease, write_reply
+from headpond.tasks.stage import Message, all_stages
+from headpond.tasks.stages.filter import FilterResult
+from headpond.tasks.stages.play import PlayMessage
+from headpond.tasks.stages.score import ScoreResult
+from headpond.tasks.stages.survey import SurveyResult
 from simulation.disk import kill_this_process
 from simulation.redis_stand_in import Client
 
@@ -51,7 +42,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = 50
 MOST_TOKENS = 250  # 31 s of 40; a worker that is slow for a time may need more
-JOBS = {name: kind for kind, name in TASKS.items()}
+STAGES = {stage.task: stage for stage in all_stages().values()}
 MOMENTS = ("taken", "leased", "files", "replied")
 """where an armed worker dies: before its lease, after it, after its files, after its reply"""
 WORDS = {"finish_reason": ["stop"], "agent": [""], "engine": [""], "sampling": ["{}"]}
@@ -196,12 +187,13 @@ class SimulatedWorker:
         try:
             content = orjson.loads(message)
             headers = content["headers"]
-            job: AnyJob = JOBS[headers["task"]].model_validate(orjson.loads(content["body"])[0][0])
+            stage = STAGES[headers["task"]]
+            job: Message = stage.message.model_validate(orjson.loads(content["body"])[0][0])
         except (ValueError, KeyError):
             return  # as Celery: a message that it cannot read is discarded
         if headers["id"] in self.world.revoked:
             return  # as Celery: a revoked task is discarded
-        execution = Execution(job=job, worker=self.name, identity=self._identity, started=time.monotonic())
+        execution = Execution(stage=stage, job=job, worker=self.name, identity=self._identity, started=time.monotonic())
         agreement.headers.set(headers)
         task = asyncio.current_task()
         assert task is not None
@@ -221,7 +213,7 @@ class SimulatedWorker:
         self._at("leased")
         try:
             async with asyncio.timeout(execution.job.timeout_s + 20):
-                result = await self._body(execution.job, execution.id)
+                result = await self._body(execution)
             reply = execution.done(result)
         except asyncio.CancelledError as error:
             reply = execution.failed(error, released=True)
@@ -245,43 +237,31 @@ class SimulatedWorker:
 
     # bodies
 
-    async def _body(self, job: AnyJob, execution: str) -> AnyResult:
+    async def _body(self, execution: Execution) -> Any:
         if self.behaviour.fails:
             raise InfrastructureFailure("this worker fails every job (simulated)")
-        if isinstance(job, RolloutJob):
-            return await self._play(job, execution)
+        if isinstance(execution.job, PlayMessage):
+            return await self._play(execution.job, execution.id)
         await asyncio.sleep(self.behaviour.slow * self._random.uniform(0.01, 0.4))
-        return await in_io_thread(self._compute, job, execution)
+        return await in_io_thread(self._compute, execution)
 
-    def _compute(self, job: AnyJob, execution: str) -> AnyResult:
-        match job:
-            case SurveyJob():
-                return SurveyResult(examples=EXAMPLES, scores_groups=job.environment in self.world.scoring)
-            case ScoreJob():
-                group = job_inputs.read_group(self._store, job.plan)
-                return ScoreResult(rewards={member.rollout: member.result.reward for member in group.members})
-            case FilterJob():
-                result = jobs.filter_body(job, self.config)
-                members = (
-                    job_inputs.read_group(self._store, job.plan).members if self.behaviour.drops_everything else []
-                )
-                return (
-                    FilterResult(dropped=dict.fromkeys([m.rollout for m in members], "simulated"))
-                    if members
-                    else result
-                )
-            case AdvantageJob():
-                return jobs.advantage_body(job, self.config, execution)
-            case BatchPhaseJob():
-                return jobs.batch_body(job, self.config, execution)
-            case EncodeJob():
-                if self.behaviour.encodes_nothing:
-                    raise InfrastructureFailure("this worker encodes nothing (simulated)")
-                return jobs.encode_body(job, self.config, execution)
-            case RolloutJob():
-                raise AssertionError
+    def _compute(self, execution: Execution) -> Any:
+        name, call = execution.stage.name, execution.call(self.config)
+        if name == "survey":
+            scores = call.message.environment in self.world.scoring
+            return SurveyResult(examples=EXAMPLES, scores_groups=scores)
+        if name == "score":
+            group = inputs.read(self._store, call.message.plan, GroupInputs)
+            return ScoreResult(rewards={member.rollout: member.result.reward for member in group.members})
+        if name == "encode" and self.behaviour.encodes_nothing:
+            raise InfrastructureFailure("this worker encodes nothing (simulated)")
+        result = execution.stage.body(call)
+        if name == "filter" and self.behaviour.drops_everything:
+            group = inputs.read(self._store, call.message.plan, GroupInputs)
+            return FilterResult(dropped=dict.fromkeys([member.rollout for member in group.members], "simulated"))
+        return result
 
-    async def _play(self, job: RolloutJob, execution: str) -> RolloutResult:
+    async def _play(self, job: PlayMessage, execution: str) -> RolloutResult:
         if self.behaviour.engine_away:
             await asyncio.sleep(0.1)
             raise EngineUnreachable("the engine is away (simulated)")
@@ -307,7 +287,7 @@ class SimulatedWorker:
         )
 
     def _write_files(
-        self, directory: str, job: RolloutJob, tokens: int, version: int
+        self, directory: str, job: PlayMessage, tokens: int, version: int
     ) -> tuple[BlobRef, BlobRef | None]:
         metrics = {
             "example": float(job.example),
@@ -334,7 +314,7 @@ def reward_of(seed: int, rollout: str) -> float:
 
 
 def columns_of(
-    job: RolloutJob, tokens: int, version: int, numbers: np.random.Generator, metrics: dict[str, float]
+    job: PlayMessage, tokens: int, version: int, numbers: np.random.Generator, metrics: dict[str, float]
 ) -> Columns:
     def turn(dtype: str, value: float) -> np.ndarray[Any, Any]:
         return np.array([value], dtype)
@@ -362,7 +342,7 @@ def columns_of(
     )  # fmt: skip
 
 
-def experts_of(store: Store, key: str, job: RolloutJob, length: int) -> BlobRef:
+def experts_of(store: Store, key: str, job: PlayMessage, length: int) -> BlobRef:
     part = store.part(key, reserve_head=True)
     part.append(np.ones((length - 1, 1, 2), np.uint8))
     return seal_experts(

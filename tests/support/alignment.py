@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headpond.batches.reader import Batch
-from headpond.messages import RolloutResult
+from headpond.records.rollout import RolloutResult
 from headpond.store import Store
 from headpond.store.columns import read_columns
 from headpond.store.experts import Experts

@@ -167,7 +167,7 @@ class Cluster:
         return [lease.decode() for lease in self.redis.hkeys(redis_keys.LEASES)]  # type: ignore[union-attr]
 
     def wait_running(self, at_least: int, of: str = "") -> None:
-        """`of` is part of the jobs' names: "-filter", "-advantages"."""
+        """`of` is part of the jobs' names: "-filter", "-advantage"."""
         running = lambda: sum(of in lease for lease in self.leases()) >= at_least  # noqa: E731
         wait_until(running, what=f"{at_least} running executions")
 

@@ -5,13 +5,19 @@ from typing import Any
 from headpond.batches import EncodedRank
 from headpond.config import RunConfig
 from headpond.ledger.states import GroupState, JobState, RolloutState
-from headpond.messages import RolloutResult
 from headpond.orchestrator.broker import Broker
+from headpond.orchestrator.examples.evaluation import Evaluations
+from headpond.orchestrator.gates import Gates
 from headpond.orchestrator.inputs import batch_plan
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.records import BatchRecord, GroupRecord
+from headpond.orchestrator.pipeline import Pipeline
+from headpond.orchestrator.replies import Replies
 from headpond.orchestrator.workforce.attendance import Attendance
+from headpond.records.rollout import RolloutResult
+from headpond.records.wire import Result
 from headpond.store import BlobRef
+from headpond.tasks.stage import Outcome, Reply, all_stages
 
 
 def configured(**settings: Any) -> RunConfig:
@@ -66,6 +72,27 @@ def encoded(config: RunConfig, batch: BatchRecord) -> list[EncodedRank]:
         )
         for data_rank in range(plan.rules.data_ranks)
     ]
+
+
+def pipeline_of(
+    config: RunConfig, ledger: Ledger, gates: Gates | None = None, *, run: str = "run", batch_phase: bool = False
+) -> Pipeline:
+    return Pipeline(config, run, ledger, gates or Gates(), Evaluations(config, ledger), batch_phase=batch_phase)
+
+
+def replies_of(config: RunConfig, ledger: Ledger, pipeline: Pipeline | None = None) -> Replies:
+    """Without workers: every reply is used."""
+    return Replies(config, ledger, pipeline or pipeline_of(config, ledger), unattended(config))
+
+
+def reply_to(job: str, *, result: Result | None = None, **fields: Any) -> Reply:
+    """A reply with `result`, of the stage that has such results."""
+    stages = {stage.result: stage.name for stage in all_stages().values()}
+    values: dict[str, Any] = {
+        "run": "run", "attempt": 1, "execution": "x", "worker": "w", "node": "n", "settings": "",
+        "outcome": Outcome.DONE,
+    } | fields  # fmt: skip
+    return Reply(stage=stages.get(type(result), "play"), job=job, result=result, **values)  # type: ignore[arg-type]
 
 
 ANY_SEQUENCE = 1 << 62

@@ -81,7 +81,7 @@ def _made(maker: RolloutMaker, group: str, index: int, conversations: Sequence[A
 def _row(member: MadeRollout, index: int, step: int) -> tuple[Any, ...]:
     planned = member.planned
     result = {
-        "answers": "rollout", "reward": planned.reward, "turns": 3, "prompt_tokens": 9, "tool_tokens": 3,
+        "reward": planned.reward, "turns": 3, "prompt_tokens": 9, "tool_tokens": 3,
         "completion_tokens": 18 + index, "sample_lengths": planned.sample_lengths, "version_first": 3,
         "version_last": 4, "truncated": False, "columns": dataclasses.asdict(planned.columns),
         "experts": dataclasses.asdict(planned.experts) if planned.experts else None,
@@ -117,7 +117,7 @@ def _write_ledger(path: Path, rows: list[tuple[Any, ...]], steps: int, *, archiv
     connection = open_for_writing(path / "ledger.sqlite")
     connection.executemany(STATEMENTS["rollouts"], rows)
     groups = {row[0]: GroupId.parse(row[0]).ordinal for row in rows}
-    states = {OPEN: "collecting"}
+    states = {OPEN: "play"}
     values = [(id, ordinal, "sums", 7, states.get(ordinal, "closed")) for id, ordinal in groups.items()]
     connection.executemany(STATEMENTS["groups"], values)
     batches = [(step, 1, "trained" if step == 0 else "delivered", GROUP_SIZE) for step in range(steps)]

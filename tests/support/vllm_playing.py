@@ -11,10 +11,12 @@ import orjson
 
 from headpond.config import RunConfig
 from headpond.ids import OWNER_KEY
-from headpond.messages import RolloutJob, RolloutResult
+from headpond.records.rollout import RolloutResult
 from headpond.store.columns import Columns, read_columns
 from headpond.store.files import FileStore
 from headpond.tasks.player import Player
+from headpond.tasks.stage import Call
+from headpond.tasks.stages.play import PlayMessage, play
 from headpond.turn import Message
 from support import alignment
 from support.engine_clients import run
@@ -115,7 +117,12 @@ class Table:
         async def main() -> None:
             async with Player(config).ready() as player:
                 jobs = [self._job(seed, version) for _ in range(count)]
-                playing = [asyncio.create_task(player.play(job, f"{job.sequence:08x}")) for job in jobs]
+                playing = [
+                    asyncio.create_task(
+                        play(Call(message=job, execution=f"{job.sequence:08x}", config=config, opened=player))
+                    )
+                    for job in jobs
+                ]
                 try:
                     if meanwhile:
                         await unless_failed(meanwhile(), playing)
@@ -128,16 +135,15 @@ class Table:
         run(main, concurrency=count)
         return [Played(result, run_store(config)) for result in results]
 
-    def _job(self, seed: int | None, version: int) -> RolloutJob:
+    def _job(self, seed: int | None, version: int) -> PlayMessage:
         self.jobs += 1
         number = self.jobs if seed is None else 0
-        return RolloutJob(
+        return PlayMessage(
             run=RUN,
             job=f"g{number}.r0",
             attempt=1,
             sequence=self.jobs,
             timeout_s=TIMEOUT_S,
-            group=f"g{number}",
             environment="dialogue",
             example=number % 7,
             seed=seed or 0,

@@ -8,16 +8,18 @@ import pytest
 import redis.asyncio
 
 from headpond import redis_keys
-from headpond.errors import BlobUnwritten, EngineUnreachable, InfrastructureFailure, PolicyFailure
-from headpond.messages import ERROR_CHARACTERS, FilterJob, Outcome, Reply, RolloutJob
+from headpond.errors import ERROR_CHARACTERS, BlobUnwritten, EngineUnreachable, InfrastructureFailure, PolicyFailure
 from headpond.runtime.embedded_redis import EmbeddedRedis
 from headpond.tasks.agreement import FAILED_BY_HEADER, SETTINGS_HEADER, Identity, headers
 from headpond.tasks.execution import PIPELINE_WRITES, EncodedReply, Execution, Outbox, write_lease
+from headpond.tasks.stage import Outcome, PlanMessage, Reply, all_stages
+from headpond.tasks.stages.play import PlayMessage
 
 IDENTITY = Identity(node="rollouts-7@host", settings="0123")
 COMMON: dict[str, Any] = {"run": "r", "job": "g0000001-0", "attempt": 1, "sequence": 1, "timeout_s": 1.0}
-ROLLOUT = RolloutJob(**COMMON, group="g0000001", environment="noop", example=0, seed=0)
-FILTER = FilterJob(**COMMON, plan="plans/a.json")
+ROLLOUT = PlayMessage(**COMMON, environment="noop", example=0, seed=0)
+FILTER = PlanMessage(**COMMON, plan="plans/a.json")
+PLAY, FILTERING = all_stages()["play"], all_stages()["filter"]
 
 
 def decoded(reply: EncodedReply) -> Reply:
@@ -38,25 +40,25 @@ def decoded(reply: EncodedReply) -> Reply:
     ],
 )
 def test_the_error_decides_the_outcome(error: BaseException, outcome: Outcome) -> None:
-    for job in (ROLLOUT, FILTER):
-        execution = Execution(job=job, worker="w", identity=IDENTITY)
+    for stage, job in ((PLAY, ROLLOUT), (FILTERING, FILTER)):
+        execution = Execution(stage=stage, job=job, worker="w", identity=IDENTITY)
         reply = decoded(execution.failed(error))
         assert (reply.outcome, reply.result) == (outcome, None)
         assert decoded(execution.failed(error, released=True)).outcome is Outcome.RELEASED
 
 
 def test_only_a_rollout_that_is_over_its_time_waits_for_the_store() -> None:
-    assert isinstance(Execution(job=ROLLOUT, worker="w", identity=IDENTITY).timed_out(), BlobUnwritten)
-    assert isinstance(Execution(job=FILTER, worker="w", identity=IDENTITY).timed_out(), TimeoutError)
+    assert isinstance(Execution(stage=PLAY, job=ROLLOUT, worker="w", identity=IDENTITY).timed_out(), BlobUnwritten)
+    assert isinstance(Execution(stage=FILTERING, job=FILTER, worker="w", identity=IDENTITY).timed_out(), TimeoutError)
 
 
 def test_a_long_error_is_shortened() -> None:
-    reply = Execution(job=ROLLOUT, worker="w", identity=IDENTITY).failed(ValueError("x" * 10_000))
+    reply = Execution(stage=PLAY, job=ROLLOUT, worker="w", identity=IDENTITY).failed(ValueError("x" * 10_000))
     assert len(decoded(reply).error or "") == ERROR_CHARACTERS
 
 
 def test_two_executions_of_one_message_hold_two_leases() -> None:
-    leases = {Execution(job=ROLLOUT, worker="w", identity=IDENTITY).lease for _ in range(2)}
+    leases = {Execution(stage=PLAY, job=ROLLOUT, worker="w", identity=IDENTITY).lease for _ in range(2)}
     assert len(leases) == 2
     assert all(lease.startswith("r.g0000001-0.1.") for lease in leases)
 
@@ -76,7 +78,7 @@ def test_a_message_for_other_settings_or_that_lists_this_worker_is_declined(
 ) -> None:
     token = headers.set(sent)
     try:
-        reply = Execution(job=ROLLOUT, worker="w", identity=IDENTITY).declined()
+        reply = Execution(stage=PLAY, job=ROLLOUT, worker="w", identity=IDENTITY).declined()
     finally:
         headers.reset(token)
     assert (reply is not None) == declined

@@ -11,12 +11,11 @@ from support.tokenizer_directory import tokenizer_dir
 
 from headpond.config import RunConfig
 from headpond.errors import StageError
-from headpond.messages import RolloutJob
 from headpond.tasks.player import Player
+from headpond.tasks.stage import Call
+from headpond.tasks.stages.play import PlayMessage, play
 
-JOB = RolloutJob(
-    run="run", job="g0.r0", attempt=1, sequence=1, timeout_s=5, group="g0", environment="sums", example=0, seed=0
-)
+JOB = PlayMessage(run="run", job="g0.r0", attempt=1, sequence=1, timeout_s=5, environment="sums", example=0, seed=0)
 
 
 def config_of(tmp_path: Path, renderer: Any) -> RunConfig:
@@ -50,9 +49,10 @@ def test_the_renderer_is_built_before_the_first_job(tmp_path: Path, caplog: pyte
 )
 def test_every_job_fails_with_the_error_of_an_unusable_renderer(tmp_path: Path, renderer: Any, why: str) -> None:
     async def main() -> None:
-        async with Player(config_of(tmp_path, renderer)).ready() as player:
+        config = config_of(tmp_path, renderer)
+        async with Player(config).ready() as player:
             with pytest.raises(StageError, match=f"the worker cannot play: {why}"):
-                await player.play(JOB, "aa")
+                await play(Call(message=JOB, execution="aa", config=config, opened=player))
 
     run(main)
 
@@ -63,7 +63,7 @@ def test_every_job_fails_with_the_error_of_an_unusable_dialect(tmp_path: Path) -
     async def main() -> None:
         async with Player(config).ready() as player:
             with pytest.raises(StageError, match=r"cannot play: configuration: engine\.dialect .* is not a subclass"):
-                await player.play(JOB, "aa")
+                await play(Call(message=JOB, execution="aa", config=config, opened=player))
 
     run(main)
 

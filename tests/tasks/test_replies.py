@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,21 @@ from support.waiting import HANG_S, wait_until
 from headpond import redis_keys
 from headpond.config import RunConfig
 from headpond.errors import EngineUnreachable
-from headpond.messages import FilterJob, FilterResult, Outcome, Reply, RolloutJob, RolloutResult, ScoreResult
+from headpond.records.rollout import RolloutResult
 from headpond.replica_use import ReplicaUse
 from headpond.runtime.embedded_redis import EmbeddedRedis
 from headpond.tasks import execution
 from headpond.tasks.execution import AsyncExecutor, SyncExecutor, WorkerStopping
+from headpond.tasks.stage import Outcome, PlanMessage, Reply, Stage, all_stages
+from headpond.tasks.stages.filter import FilterResult
+from headpond.tasks.stages.play import PlayMessage
+from headpond.tasks.stages.score import ScoreResult
 
 COMMON: dict[str, Any] = {"run": "r", "job": "g0000001-0", "attempt": 1, "sequence": 1, "timeout_s": 60.0}
-ROLLOUT = RolloutJob(**COMMON, group="g0000001", environment="noop", example=0, seed=0)
-FILTER = FilterJob(**COMMON, plan="plans/a.json")
-Body = Callable[[str], Awaitable[Any]]
+ROLLOUT = PlayMessage(**COMMON, environment="noop", example=0, seed=0)
+FILTER = PlanMessage(**COMMON, plan="plans/a.json")
+PLAY, FILTERING = all_stages()["play"], all_stages()["filter"]
+Body = Callable[[Any], Awaitable[Any]]
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +78,9 @@ async def executor_of(config: RunConfig) -> AsyncIterator[AsyncExecutor]:
         yield executor
 
 
-def executed(config: RunConfig, body: Body, job: RolloutJob = ROLLOUT) -> BaseException | None:
+def executed(
+    config: RunConfig, body: Body, job: PlayMessage = ROLLOUT, stage: Stage[Any, Any] = PLAY
+) -> BaseException | None:
     """The error that the task of the execution ends with. In a thread, as in a worker: the loop of the main thread
     handles KeyboardInterrupt."""
     errors: list[BaseException | None] = []
@@ -80,7 +88,7 @@ def executed(config: RunConfig, body: Body, job: RolloutJob = ROLLOUT) -> BaseEx
     async def main() -> None:
         async with executor_of(config) as executor:
             try:
-                await executor.execute(job, body)
+                await executor.execute(replace(stage, body=body), job)
             except BaseException as error:  # noqa: BLE001  returned
                 errors.append(error)
             else:
@@ -92,19 +100,19 @@ def executed(config: RunConfig, body: Body, job: RolloutJob = ROLLOUT) -> BaseEx
     return errors[0]
 
 
-async def exits(_: str) -> None:
+async def exits(_: Any) -> None:
     raise SystemExit(3)
 
 
-async def interrupts(_: str) -> None:
+async def interrupts(_: Any) -> None:
     raise KeyboardInterrupt
 
 
-async def raises_cancelled(_: str) -> None:
+async def raises_cancelled(_: Any) -> None:
     raise asyncio.CancelledError("a task of mine")
 
 
-async def awaits_a_cancelled_task(_: str) -> None:
+async def awaits_a_cancelled_task(_: Any) -> None:
     task = asyncio.create_task(asyncio.sleep(60))
     task.cancel()
     await task
@@ -131,10 +139,10 @@ def test_a_reply_has_what_the_rollout_used_of_the_engine_whatever_its_outcome(
 ) -> None:
     uses = {"http://a": ReplicaUse(tokens=5, seconds=0.5, lost_tokens=9)}
 
-    async def succeeds(_: str) -> RolloutResult:
+    async def succeeds(_: Any) -> RolloutResult:
         return RolloutResult(reward=1.0, replica_uses=uses)
 
-    async def fails(_: str) -> None:
+    async def fails(_: Any) -> None:
         error = EngineUnreachable("the engine is gone")
         error.replica_uses = uses
         raise error
@@ -151,11 +159,11 @@ def test_a_cancelled_execution_is_released(config: RunConfig, client: redis.Redi
         async with executor_of(config) as executor:
             begun = asyncio.Event()
 
-            async def body(_: str) -> Any:
+            async def body(_: Any) -> Any:
                 begun.set()
                 await asyncio.sleep(60)
 
-            task = asyncio.create_task(executor.execute(ROLLOUT, body))
+            task = asyncio.create_task(executor.execute(replace(PLAY, body=body), ROLLOUT))
             await begun.wait()
             task.cancel("stopping")
             with pytest.raises(asyncio.CancelledError):
@@ -168,7 +176,7 @@ def test_a_cancelled_execution_is_released(config: RunConfig, client: redis.Redi
 def test_an_execution_whose_run_has_ended_ends(config: RunConfig, client: redis.Redis) -> None:
     """Its worker may be draining, and hears no remote control."""
 
-    async def body(_: str) -> Any:
+    async def body(_: Any) -> Any:
         client.set(redis_keys.ENDED, ROLLOUT.run)
         await asyncio.sleep(2 * HANG_S)
 
@@ -184,11 +192,11 @@ def test_an_execution_whose_run_has_ended_ends(config: RunConfig, client: redis.
 def test_a_prefork_child_releases_its_job_only_when_its_worker_stops(
     prefork: SyncExecutor, client: redis.Redis, error: SystemExit, outcome: Outcome
 ) -> None:
-    def body(_: str) -> Any:
+    def body(_: Any) -> Any:
         raise error
 
     with pytest.raises(SystemExit):
-        prefork.execute(FILTER, body)
+        prefork.execute(replace(FILTERING, body=body), FILTER)
     assert only_reply(client).outcome is outcome
 
 
@@ -208,7 +216,7 @@ class Unprintable(Exception):
 def test_an_error_text_that_is_not_unicode_is_escaped(
     config: RunConfig, client: redis.Redis, error: Exception, text: str
 ) -> None:
-    async def body(_: str) -> Any:
+    async def body(_: Any) -> Any:
         raise error
 
     assert executed(config, body) is error
@@ -229,10 +237,11 @@ def test_an_error_text_that_is_not_unicode_is_escaped(
 def test_a_result_that_cannot_be_sent_is_a_failure(
     config: RunConfig, client: redis.Redis, result: Any, problem: str
 ) -> None:
-    async def body(_: str) -> Any:
+    async def body(_: Any) -> Any:
         return result
 
-    assert executed(config, body) is not None
+    stage = all_stages()["score"] if isinstance(result, ScoreResult) else PLAY
+    assert executed(config, body, stage=stage) is not None
     reply = only_reply(client)
     assert (reply.outcome, reply.result) == (Outcome.FAILED, None)
     assert problem in (reply.error or "")
@@ -241,20 +250,20 @@ def test_a_result_that_cannot_be_sent_is_a_failure(
 def test_a_prefork_result_that_cannot_be_sent_is_a_failure(prefork: SyncExecutor, client: redis.Redis) -> None:
     result = FilterResult().model_copy(update={"masked": ("\ud800",)})
     with pytest.raises(execution.StageError, match="cannot be encoded"):
-        prefork.execute(FILTER, lambda _: result)
+        prefork.execute(replace(FILTERING, body=lambda _: result), FILTER)
     assert only_reply(client).outcome is Outcome.FAILED
 
 
 def test_a_prefork_reply_waits_while_redis_is_out_of_memory(prefork: SyncExecutor, client: redis.Redis) -> None:
     client.config_set("maxmemory-policy", "noeviction")
 
-    def body(_: str) -> FilterResult:
+    def body(_: Any) -> FilterResult:
         client.config_set("maxmemory", "1")
         threading.Timer(1.0, lambda: client.config_set("maxmemory", "0")).start()
         return FilterResult()
 
     try:
-        prefork.execute(FILTER, body)
+        prefork.execute(replace(FILTERING, body=body), FILTER)
     finally:
         client.config_set("maxmemory", "0")
     assert only_reply(client).outcome is Outcome.DONE
@@ -265,7 +274,7 @@ def test_a_rollout_that_is_stored_too_slowly_is_no_failure_of_the_policy(
 ) -> None:
     monkeypatch.setattr(execution, "GRACE_S", 0.1)
 
-    async def seals_slowly(_: str) -> Any:
+    async def seals_slowly(_: Any) -> Any:
         await asyncio.sleep(60)
 
     executed(config, seals_slowly, ROLLOUT.model_copy(update={"timeout_s": 0.1}))

@@ -17,9 +17,9 @@ from headpond.config.sessions import Sessions
 from headpond.engines.client import EngineClient
 from headpond.engines.dialects import dialect_of
 from headpond.environments.verifiers import Verifiers
-from headpond.messages import RolloutResult
 from headpond.playing.agent_sessions import SessionServers
 from headpond.playing.rollout import RolloutStage, play
+from headpond.records.rollout import RolloutResult
 from headpond.runtime.event_loop import event_loop_factory
 
 T = TypeVar("T")

@@ -16,8 +16,8 @@ from support.waiting import wait_until, wait_until_async
 
 from headpond.environments.verifiers import Verifiers, verifiers_process
 from headpond.errors import EngineUnreachable, InfrastructureFailure, StageError
-from headpond.messages import RolloutResult
 from headpond.playing.rollout import play
+from headpond.records.rollout import RolloutResult
 from headpond.store.columns import read_columns
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]

@@ -68,6 +68,6 @@ def assert_rewards(pipeline: Pipeline) -> None:
 
 
 def assert_failures_were_retried(pipeline: Pipeline) -> None:
-    tried = pipeline.cluster.ledger("SELECT max(attempt), sum(failures) FROM kept_jobs WHERE kind = 'rollout'")
+    tried = pipeline.cluster.ledger("SELECT max(attempt), sum(failures) FROM kept_jobs WHERE kind = 'play'")
     assert tried[0][0] > 1
     assert tried[0][1] > 0

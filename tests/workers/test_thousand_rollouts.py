@@ -8,22 +8,23 @@ from support.cluster import Cluster, Process, cluster_in
 from support.waiting import wait_until
 
 from headpond import redis_keys
-from headpond.messages import Queue, RolloutJob
 from headpond.orchestrator import envelope
+from headpond.queues import Queue
 from headpond.runtime.lag_summaries import read_summaries
+from headpond.tasks.stages import play
 
 ROLLOUTS = 1000
 
 
 def submit(cluster: Cluster) -> None:
     jobs = [
-        RolloutJob(
+        play.PlayMessage(
             run="run", job=f"r{number}", attempt=1, sequence=number, timeout_s=600,
-            group="g", environment="noop", example=number, seed=number,
+            environment="noop", example=number, seed=number,
         )
         for number in range(ROLLOUTS)
     ]  # fmt: skip
-    cluster.redis.lpush(Queue.ROLLOUTS, *map(envelope.encode, jobs))
+    cluster.redis.lpush(Queue.ROLLOUTS, *(envelope.encode(play.STAGE, job) for job in jobs))
 
 
 def replies(cluster: Cluster) -> list[str]:

@@ -121,6 +121,6 @@ def test_an_engine_that_was_away_is_checked_before_the_first_rollout(
             else:
                 assert orchestrator.wait() == 2
                 assert "--logprobs-mode processed_logprobs" in orchestrator.text
-                assert cluster.ledger("SELECT max(attempt) FROM jobs WHERE kind = 'rollout'") == [(0,)]
+                assert cluster.ledger("SELECT max(attempt) FROM jobs WHERE kind = 'play'") == [(0,)]
         finally:
             engine.kill()

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 READERS = {
     Reader.ORCHESTRATOR: ["orchestrator"],
     Reader.ROLLOUTS: ["tasks/player.py", "workers/rollouts.py"],
-    Reader.COMPUTE: ["headpond/stages.py"],
+    Reader.COMPUTE: [f"tasks/stages/{name}.py" for name in ("draw", "filter", "advantage", "batch_phase", "encode")],
     Reader.SESSIONS: ["headpond/servers/sessions"],
 }
 """Where each kind of process reads its settings, as `config.section.key`."""

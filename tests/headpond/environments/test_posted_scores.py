@@ -5,7 +5,7 @@ import pytest
 from headpond.environments.posted_scores import PostedScore, completed, read_posted
 from headpond.environments.protocol import Score
 from headpond.errors import BadRequest, StageError
-from headpond.messages import REWARDS_LIMIT
+from headpond.records.rollout import REWARDS_LIMIT
 
 
 def test_what_the_environment_returns_holds_and_what_was_posted_besides_is_added() -> None:

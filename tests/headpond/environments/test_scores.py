@@ -3,7 +3,7 @@ import pytest
 
 from headpond.environments.protocol import Score, checked_score
 from headpond.errors import StageError
-from headpond.messages import METRICS_LIMIT, NAME_CHARACTERS, REWARDS_LIMIT
+from headpond.records.rollout import METRICS_LIMIT, NAME_CHARACTERS, REWARDS_LIMIT
 
 
 def test_a_score_may_be_a_number_a_mapping_or_a_score() -> None:

@@ -72,7 +72,7 @@ def test_a_worker_that_has_gone_silent_is_shown_with_its_age_while_the_orchestra
 def test_a_job_that_waits_for_its_next_attempt_is_in_no_queue() -> None:
     job = {"job": "g0-1", "state": "waiting", "worker": None, "running_s": None, "queue": "rollouts", "replica": None}
     job |= {"error": "the engine answered 500", "next": "it is submitted in 4 s"}
-    group = {"group": "g0", "environment": "sums", "example": 3, "state": "collecting", "rollouts": {"generated": 3}}
+    group = {"group": "g0", "environment": "sums", "example": 3, "state": "play", "rollouts": {"generated": 3}}
     next_step = {"step": 7, "waits_for": "groups", "groups": [group | {"jobs": [job]}]}
     (cause,) = of_the_step({"step": 7, "steps": 60}, next_step)
     assert re.fullmatch(

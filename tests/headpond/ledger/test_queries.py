@@ -41,7 +41,7 @@ ROLLOUTS = [
     rollout("g0000002-1", "filtered", reason="stale", result=result("gone")),
     rollout("g0000003-0", "planned"),
 ]
-GROUPS = [(f"g000000{n}", n, "noop", 7, state) for n, state in ((1, "closed"), (2, "closed"), (3, "collecting"))]
+GROUPS = [(f"g000000{n}", n, "noop", 7, state) for n, state in ((1, "closed"), (2, "closed"), (3, "play"))]
 
 
 @pytest.fixture(params=["hot", "archived"])

@@ -80,7 +80,7 @@ def test_a_ledger_of_another_version_is_refused_and_unchanged(tmp_path: Path, ve
         connection.execute(f"PRAGMA user_version = {version}")
     before = path.read_bytes()
     for opened in (schema.open_for_reading, schema.open_for_writing):
-        with pytest.raises(LedgerError, match=rf"schema {version}, not 2\).*run_dir"):
+        with pytest.raises(LedgerError, match=rf"schema {version}, not {schema.SCHEMA_VERSION}\).*run_dir"):
             opened(path)
     assert path.read_bytes() == before
 

@@ -11,10 +11,13 @@ from support.upstream import ReceivedRequest, Response, answer, serving, user
 from headpond.config import RunConfig
 from headpond.environments.protocol import Policy
 from headpond.errors import InfrastructureFailure
-from headpond.messages import GroupInputs, GroupMember, RolloutResult
 from headpond.playing.rollout import play
-from headpond.stages import filter_group
+from headpond.records.inputs import GroupInputs, GroupMember
+from headpond.records.rollout import RolloutResult
 from headpond.store.columns import read_columns
+from headpond.tasks import inputs
+from headpond.tasks.stage import Call, PlanMessage
+from headpond.tasks.stages.filter import filter_group
 
 
 class TwoQuestions:
@@ -88,5 +91,7 @@ def test_a_rollout_without_any_is_counted_and_not_left_out_of_the_mean(tmp_path:
     members = [GroupMember(rollout=name, result=result) for name, result in (("r1", none), ("r2", all_))]
     group = GroupInputs(group="g0", environment="test", example=0, policy_version=0, members=members)
     for mode, dropped in (("drop", {"r1": "absent_routes"}), ("mask", {})):
-        config = RunConfig.model_validate({"engine": {"absent_routes": mode}})
-        assert filter_group(directory_store(tmp_path), group, config).dropped == dropped
+        config = RunConfig.model_validate({"store": f"file://{tmp_path}", "engine": {"absent_routes": mode}})
+        message = PlanMessage(run="r", job="g0-filter", attempt=1, sequence=1, timeout_s=1.0, plan="plans/r.g0.json")
+        inputs.write(directory_store(tmp_path), message.plan, group)
+        assert filter_group(Call(message=message, execution="x", config=config)).dropped == dropped

@@ -15,8 +15,8 @@ from headpond.config.engine import Policy
 from headpond.environments import Score
 from headpond.errors import PolicyFailure, StageError
 from headpond.fields import TrainerField
-from headpond.messages import RolloutResult
 from headpond.playing.rollout import play, score_group
+from headpond.records.rollout import RolloutResult
 from headpond.store.columns import Columns, read_columns
 
 VALUE = TrainerField(name="value")

@@ -14,8 +14,8 @@ from headpond.config.engine import EnvironmentSettings, Policy
 from headpond.environments import Score, load_environments
 from headpond.environments.protocol import METRICS_OF_RECORDING
 from headpond.errors import BlobUnwritten, EngineUnreachable, InfrastructureFailure, PolicyFailure, StageError
-from headpond.messages import METRICS_LIMIT, RolloutResult
 from headpond.playing.rollout import play, score_group
+from headpond.records.rollout import METRICS_LIMIT, RolloutResult
 from headpond.store.columns import read_columns
 
 DOCS = Path(__file__).parents[3] / "docs" / "environments.md"

@@ -6,23 +6,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.ledgers import configured, unattended
+from support.ledgers import configured, pipeline_of, replies_of, reply_to
 from support.waiting import Clock
 
 from headpond.batches.signals import PublishedPolicy, write_policy
 from headpond.config import RunConfig
 from headpond.ledger import evaluations as queries
 from headpond.ledger.schema import reading
-from headpond.ledger.states import JobKind, RolloutState
-from headpond.messages import Outcome, Reply, RolloutResult, ScoreResult
+from headpond.ledger.states import RolloutState
 from headpond.orchestrator.examples.evaluation import AT_ONCE, Evaluations, unreported
-from headpond.orchestrator.gates import Gates
-from headpond.orchestrator.groups import Groups
 from headpond.orchestrator.ledger.evaluations import is_open
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.records import JobRecord
 from headpond.orchestrator.trainer import Trainer
+from headpond.records.rollout import RolloutResult
 from headpond.store import BlobRef
+from headpond.tasks.stage import Outcome
+from headpond.tasks.stages.score import ScoreResult
 
 
 class Scene:
@@ -33,12 +33,13 @@ class Scene:
             recovery={"max_failures": 1},
             evaluation={"held_out": {"use": "noop", "every": 5, "examples": 3, "rollouts": 2} | settings},
         )
-        self.groups = Groups(self.config, ledger, Gates(), unattended(self.config))
-        self.evaluations: Evaluations = self.groups.evaluations
+        self.pipeline = pipeline_of(self.config, ledger)
+        self.replies = replies_of(self.config, ledger, self.pipeline)
+        self.evaluations: Evaluations = self.pipeline.evaluations
         ledger.set("examples:held_out", 10)
 
     def jobs(self) -> list[JobRecord]:
-        return [job for job in self.ledger.jobs.values() if job.kind is JobKind.EVALUATION]
+        return [job for job in self.ledger.jobs.values() if job.stage == "evaluation"]
 
     def plan(self, version: int = 0) -> list[str]:
         """The rollouts that begin at this version."""
@@ -52,9 +53,8 @@ class Scene:
         if job.id in self.ledger.waiting:
             self.ledger.submit(job)
         done = RolloutResult(**{"reward": 1.0} | result) if outcome is Outcome.DONE else None
-        self.groups.apply(Reply(run="run", job=job.id, attempt=job.attempt, execution="x", worker="w",
-                                node="n", settings="", outcome=outcome,
-                                result=done, error=None if done else "it broke"))  # fmt: skip
+        error = None if done else "it broke"
+        self.replies.apply(reply_to(job.id, result=done, attempt=job.attempt, outcome=outcome, error=error))
 
     def finish(self) -> None:
         for job in self.jobs():
@@ -207,15 +207,13 @@ def columns(job: JobRecord) -> BlobRef:
 
 
 def score_jobs(scene: Scene) -> list[JobRecord]:
-    return [job for job in scene.ledger.jobs.values() if job.kind is JobKind.EVALUATION_SCORE]
+    return [job for job in scene.ledger.jobs.values() if job.stage == "evaluation_score"]
 
 
 def score(scene: Scene, job: JobRecord, **rewards: float) -> None:
     scene.ledger.submit(job)
     named = {rollout.replace("_", "-"): reward for rollout, reward in rewards.items()}
-    scene.groups.apply(Reply(run="run", job=job.id, attempt=1, execution="x", worker="w",
-                             node="n", settings="", outcome=Outcome.DONE,
-                             result=ScoreResult(rewards=named)))  # fmt: skip
+    scene.replies.apply(reply_to(job.id, result=ScoreResult(rewards=named)))
 
 
 def test_the_rollouts_of_an_example_are_scored_together_by_an_environment_that_scores_groups(scene: Scene) -> None:

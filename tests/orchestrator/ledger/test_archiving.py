@@ -15,12 +15,12 @@ from support.ledgers import admitted, generated, submitted
 from support.waiting import wait_until
 
 from headpond.ledger import queries, schema
-from headpond.ledger.states import GroupState, JobKind, JobState, RolloutState
-from headpond.messages import RolloutResult
+from headpond.ledger.states import GroupState, JobState, RolloutState
 from headpond.orchestrator.ledger import counts, writer
 from headpond.orchestrator.ledger.counts import OTHER_CAUSES
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.records import GroupRecord
+from headpond.records.rollout import RolloutResult
 from headpond.store import BlobRef
 
 RUN = "0123456789ab"
@@ -279,11 +279,11 @@ def forget_histories(path: Path) -> None:
 
 def test_jobs_of_steps_and_surveys_leave_when_they_are_done(path: Path) -> None:
     async def work(ledger: Ledger) -> None:
-        survey = ledger.add_job("e1-noop", JobKind.SURVEY, "noop")
+        survey = ledger.add_job("e1-noop", "survey", "noop")
         ledger.submit(survey)
         batch = ledger.compose(0, [admitted(ledger, 2)])
         for rank in range(2):
-            ledger.submit(ledger.add_job(batch.job_id(rank), JobKind.ENCODE, "0"))
+            ledger.submit(ledger.add_job(batch.job_id(rank), "encode", "0"))
         await ledger.committed()
         assert sizes(path)["jobs"] == 5
         ledger.end(survey, JobState.SETTLED)

@@ -9,23 +9,21 @@ from typing import Any
 from weakref import WeakSet
 
 import pytest
-from support.ledgers import admitted, encoded, planned, unattended
+from support.ledgers import admitted, encoded, planned, replies_of
 from support.stores import manifest_path, run_store
 
 from headpond.batches import Manifest, read_manifest, read_manifests, seal_manifest
 from headpond.config import RunConfig
 from headpond.errors import BlobCorrupt
 from headpond.ledger.states import GroupState, JobState, RolloutState
-from headpond.messages import RolloutResult
 from headpond.orchestrator import run_dir
-from headpond.orchestrator.gates import Gates
-from headpond.orchestrator.groups import Groups
 from headpond.orchestrator.inputs import batch_plan
 from headpond.orchestrator.ledger import audit as audit_module
 from headpond.orchestrator.ledger import rebuild
 from headpond.orchestrator.ledger.audit import AUDITED, Scope, audit, audit_at_end
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.records import BatchRecord
+from headpond.records.rollout import RolloutResult
 from headpond.store import BlobRef, Store
 from headpond.store.files import FileStore
 
@@ -112,7 +110,7 @@ DAMAGE = {
     "UPDATE groups SET state = 'closed'": "is open in a closed group",
     "UPDATE rollouts SET state = 'batched' WHERE idx = 2": "is batched for a step that is not open",
     "UPDATE rollouts SET step = 1 WHERE idx = 2": "has a step and is in no batch",
-    "UPDATE groups SET state = 'filtering'": "group g0000002 is in a stage and has no job",
+    "UPDATE groups SET state = 'filter'": "group g0000002 is in a stage and has no job",
     "DELETE FROM jobs": "rollout g0000002-0 is open and has no job",
     "DELETE FROM rollouts WHERE idx = 2": "the ledger counts 4 rollouts as planned and has 3",
     "UPDATE meta SET value = 5 WHERE key = 'rollouts_planned'": "",
@@ -161,20 +159,20 @@ def test_a_damaged_manifest_is_refused(config: RunConfig) -> None:
 
 def test_causes_of_dead_jobs_are_listed_by_frequency(config: RunConfig) -> None:
     def die(ledger: Ledger) -> None:
-        groups = Groups(config, ledger, Gates(), unattended(config))
+        replies = replies_of(config, ledger)
         for example in range(3):
             ledger.plan(environment="noop", example=example, size=1)
         for job, error in zip(list(ledger.jobs.values()), ["no", "disk", "no"], strict=True):
             for _ in range(config.recovery.max_failures):
                 ledger.submit(job)
-                groups.job_failed(job, error)
+                replies.job_failed(job, error)
 
     written(config, die)
     result: dict[str, Any] = audit(config.run_dir)
     assert result["dead"] == 3
     assert result["dead_jobs"] == [
-        {"kind": "rollout", "error": "no", "jobs": 2},
-        {"kind": "rollout", "error": "disk", "jobs": 1},
+        {"kind": "play", "error": "no", "jobs": 2},
+        {"kind": "play", "error": "disk", "jobs": 1},
     ]
     assert result["balanced"], result["problems"]
 

@@ -5,13 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from support.ledgers import admitted, configured, encoded, generated, planned, submitted
+from support.ledgers import admitted, configured, encoded, generated, pipeline_of, planned, submitted
 from support.stores import run_store
 
 from headpond.batches import Manifest, seal_manifest
 from headpond.ids import rollout_directory
-from headpond.ledger.states import GroupState, JobKind, JobState, RolloutState
-from headpond.messages import EncodeResult, RolloutResult
+from headpond.ledger.states import GroupState, JobState, RolloutState
 from headpond.orchestrator import run_dir
 from headpond.orchestrator.composer import Composer
 from headpond.orchestrator.inputs import batch_plan
@@ -20,6 +19,8 @@ from headpond.orchestrator.ledger.audit import audit
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.release import release_step
 from headpond.orchestrator.trainer import Trainer
+from headpond.records.rollout import RolloutResult
+from headpond.tasks.stages.encode import EncodeResult
 
 
 def written(path: Path, write: Callable[[Ledger], object]) -> Ledger:
@@ -56,11 +57,11 @@ def test_open_records_are_restored(tmp_path: Path) -> None:
     def write(ledger: Ledger) -> None:
         planned(ledger)
         ledger.retry(ledger.jobs[submitted(ledger).rollouts[0].id], error="it broke", failures=1)
-        ledger.enter(generated(ledger), GroupState.FILTERING)
+        ledger.enter(generated(ledger), "filter")
         admitted(ledger).rollouts[1].masked = True
         ledger.set("position", "17-3")
         config = configured(batch={"size": 1, "data_ranks": 2, "order": "completion"})
-        batch = Composer(config, ledger, Trainer(config, ledger)).compose()
+        batch = Composer(config, ledger, Trainer(config, ledger), pipeline_of(config, ledger)).compose()
         assert batch is not None
         job = ledger.jobs[batch.job_id(0)]
         ledger.submit(job)
@@ -104,7 +105,7 @@ def test_trained_steps_stay_trained(tmp_path: Path) -> None:
 
 def test_a_survey_of_an_environment_named_like_a_step_outlives_that_step(tmp_path: Path) -> None:
     def write(ledger: Ledger) -> None:
-        ledger.add_job("e1-0", JobKind.SURVEY, "0")
+        ledger.add_job("e1-0", "survey", "0")
         ledger.deliver(ledger.compose(0, [admitted(ledger)]))
 
     written(tmp_path / "ledger.sqlite", write)
@@ -115,7 +116,7 @@ def test_encoding_jobs_of_an_earlier_formation_are_not_restored(tmp_path: Path) 
     def write(ledger: Ledger) -> None:
         admitted(ledger)
         config = configured(batch={"size": 1})
-        composer = Composer(config, ledger, Trainer(config, ledger))
+        composer = Composer(config, ledger, Trainer(config, ledger), pipeline_of(config, ledger))
         first = composer.compose()
         assert first is not None
         ledger.dissolve(first)

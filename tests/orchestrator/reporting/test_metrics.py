@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.ledgers import admitted, configured, encoded, generated, unattended
+from support.ledgers import admitted, configured, encoded, generated, pipeline_of
 from support.small_disk import LimitedDirectory
 from support.stores import directory_store
 from support.waiting import wait_until_async
 
 from headpond.config import RunConfig
-from headpond.ledger.states import GroupState, JobKind
+from headpond.ledger.states import GroupState
 from headpond.orchestrator.broker import Broker
 from headpond.orchestrator.composer import Sealer
-from headpond.orchestrator.groups import Groups
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.records import BatchRecord
 from headpond.orchestrator.reporting import metrics
@@ -42,7 +41,7 @@ class Run:
         return self.ledger.compose(step, groups)
 
     async def deliver(self, batch: BatchRecord) -> None:
-        self.metrics.measure(batch)
+        self.metrics.measure(batch, [])
         self.ledger.deliver(batch)
         await self.ledger.committed()
 
@@ -147,24 +146,24 @@ def test_the_lines_of_a_lost_ledger_come_from_the_manifests(tmp_path: Path) -> N
 def test_a_line_counts_since_the_last_one_across_a_restart(tmp_path: Path) -> None:
     async def main() -> None:
         first = Run(tmp_path)
-        first.ledger.add_duration(JobKind.ROLLOUT, 2.0)
-        first.ledger.add_duration(JobKind.ROLLOUT, 4.0)
+        first.ledger.add_duration("play", 2.0)
+        first.ledger.add_duration("play", 4.0)
         await first.deliver(first.compose())
         dropped = generated(first.ledger)
         for rollout in dropped.rollouts:
             first.ledger.drop(rollout, "gibberish")
         first.ledger.enter(dropped, GroupState.CLOSED)
-        first.ledger.add_duration(JobKind.ROLLOUT, 1.0)
+        first.ledger.add_duration("play", 1.0)
         await first.ledger.committed()
         first.ledger.close()
         resumed = Run(tmp_path)
-        resumed.ledger.add_duration(JobKind.ROLLOUT, 2.0)
+        resumed.ledger.add_duration("play", 2.0)
         await resumed.deliver(resumed.compose())
         await resumed.metrics.write()
         resumed.ledger.close()
         before, after = resumed.lines()
-        assert [line["time/rollout_mean_s"] for line in (before, after)] == [3.0, 1.5]
-        assert [line["time/rollout_max_s"] for line in (before, after)] == [4.0, 2.0]
+        assert [line["time/play_mean_s"] for line in (before, after)] == [3.0, 1.5]
+        assert [line["time/play_max_s"] for line in (before, after)] == [4.0, 2.0]
         assert [line["groups_dropped"] for line in (before, after)] == [0, 1]
         assert after["replaced_share"] == 0.333333
         assert after["filtered_rate/gibberish"] == 0.333333
@@ -251,10 +250,9 @@ def test_lines_that_cannot_be_written_for_long_fill_neither_memory_nor_ledger(
 
 
 def test_solved_groups_are_counted_before_filters(ledger: Ledger) -> None:
-    groups = Groups(configured(), ledger, None, unattended(configured()))  # type: ignore[arg-type]
     group = generated(ledger)
-    groups._collect(group)  # pyright: ignore[reportPrivateUsage]
-    assert group.state is GroupState.FILTERING
+    pipeline_of(configured(), ledger).advance(group)
+    assert group.state == "filter"
     assert ledger.number("solved_mixed:noop") == 1
 
 

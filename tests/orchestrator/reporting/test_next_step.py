@@ -1,26 +1,26 @@
 import re
 
-from support.ledgers import admitted, configured, submitted, unattended
+from support.ledgers import admitted, configured, pipeline_of, replies_of, submitted
 
-from headpond.ledger.states import JobKind, JobState
-from headpond.messages import RolloutResult
+from headpond.ledger.states import JobState
 from headpond.orchestrator.broker import Broker
 from headpond.orchestrator.gates import Gates
-from headpond.orchestrator.groups import Groups
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.reconciler import Reconciler
 from headpond.orchestrator.reporting.next_step import JOBS_SHOWN, NextStep
 from headpond.orchestrator.trainer import Trainer
+from headpond.records.rollout import RolloutResult
 
 
 def next_step(ledger: Ledger, *, running: tuple[str, ...] = (), **settings: object) -> NextStep:
     """`running`: jobs that a worker executes."""
     config = configured(**settings)
     gates = Gates()
-    groups = Groups(config, ledger, gates, unattended(config))
-    reconciler = Reconciler(config, "run", ledger, Broker("redis://unused/0"), groups, gates)
+    pipeline = pipeline_of(config, ledger, gates)
+    replies = replies_of(config, ledger, pipeline)
+    reconciler = Reconciler(config, "run", ledger, Broker("redis://unused/0"), pipeline, replies, gates)
     reconciler.running.worker_of.update(dict.fromkeys(running, "host-1"))
-    return NextStep(config, ledger, Trainer(config, ledger), reconciler)
+    return NextStep(config, ledger, Trainer(config, ledger), pipeline, reconciler)
 
 
 def test_a_group_shows_the_jobs_that_it_waits_for(ledger: Ledger) -> None:
@@ -36,9 +36,9 @@ def test_a_group_shows_the_jobs_that_it_waits_for(ledger: Ledger) -> None:
 
 def test_a_composed_step_shows_its_own_unfinished_jobs(ledger: Ledger) -> None:
     batch = ledger.compose(0, [admitted(ledger), admitted(ledger)])
-    ledger.add_job("v000000-0", JobKind.EVALUATION, "0")  # of evaluation 0, not of step 0
+    ledger.add_job("v000000-0", "evaluation", "0")  # of evaluation 0, not of step 0
     for rank in range(2):
-        ledger.add_job(batch.job_id(rank), JobKind.ENCODE, str(batch.step))
+        ledger.add_job(batch.job_id(rank), "encode", str(batch.step))
     ledger.end(ledger.jobs[batch.job_id(0)], JobState.SETTLED)
     status = next_step(ledger, batch={"data_ranks": 2}).status()
     assert status["waits_for"] == "encoding"
@@ -53,7 +53,7 @@ def test_a_rollout_is_scored_at_its_time_out_and_a_stage_runs_again(ledger: Ledg
         group["jobs"][0]["next"],
     )
     batch = ledger.compose(0, [admitted(ledger)])
-    encode = ledger.add_job(batch.job_id(0), JobKind.ENCODE, "0")
+    encode = ledger.add_job(batch.job_id(0), "encode", "0")
     ledger.submit(encode)
     (job,) = next_step(ledger, running=(encode.id,)).status()["jobs"]
     assert re.search(r"\(recovery\.stage_timeout_s\) .*3 more failures", job["next"])

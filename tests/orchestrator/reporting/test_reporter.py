@@ -12,7 +12,6 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from support.ledgers import configured, planned
 
-from headpond.messages import Queue
 from headpond.orchestrator.broker import Broker
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.reconciler import Running, Snapshot
@@ -20,6 +19,7 @@ from headpond.orchestrator.reporting import reporter as module
 from headpond.orchestrator.reporting.metrics import LagPoller, Metrics
 from headpond.orchestrator.reporting.prometheus import RunCollector
 from headpond.orchestrator.reporting.reporter import Reporter, Sources
+from headpond.queues import Queue
 from headpond.runtime.loop_lag import LoopLag
 
 

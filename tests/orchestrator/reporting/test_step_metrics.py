@@ -5,10 +5,10 @@ import pytest
 from headpond.batches import BatchPlan, BatchRollout, EncodedRank
 from headpond.batches.manifest import Manifest, Totals
 from headpond.batches.plan import PackingRules
-from headpond.ledger.states import JobKind, RolloutState
-from headpond.messages import RolloutResult
+from headpond.ledger.states import RolloutState
 from headpond.orchestrator.ledger.records import GroupRecord, RolloutRecord
 from headpond.orchestrator.reporting import step_metrics
+from headpond.records.rollout import RolloutResult
 from headpond.runtime.lag_summaries import LagSummary
 from headpond.store import BlobRef
 
@@ -134,11 +134,11 @@ def test_a_group_is_solved_by_all_none_or_some_rollouts(rewards: tuple[float, fl
 
 
 def test_timings_and_speed() -> None:
-    since = {"settled:rollout": 4, "seconds:rollout": 10.0, "generated": 4, "tokens_generated": 300}
-    values = window(since, longest_s={JobKind.ROLLOUT: 6.0})
+    since = {"settled:play": 4, "seconds:play": 10.0, "generated": 4, "tokens_generated": 300}
+    values = window(since, longest_s={"play": 6.0})
     assert {key: value for key, value in values.items() if key.startswith("time/")} == {
-        "time/rollout_mean_s": 2.5,
-        "time/rollout_max_s": 6.0,
+        "time/play_mean_s": 2.5,
+        "time/play_max_s": 6.0,
         "time/step_s": 2.0,
     }
     assert (values["rollouts_per_s"], values["tokens_per_s"]) == (2.0, 150.0)

@@ -9,17 +9,16 @@ from typing import Any
 
 import pytest
 import redis
-from support.ledgers import configured, submitted
+from support.ledgers import configured, pipeline_of, reply_to, submitted
 from support.waiting import Clock
 
 from headpond import redis_keys
 from headpond.ledger.states import JobState, RolloutState
-from headpond.messages import Outcome, Reply, RolloutResult
 from headpond.orchestrator.broker import Broker
 from headpond.orchestrator.gates import Gates
-from headpond.orchestrator.groups import Groups
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.records import JobRecord
+from headpond.orchestrator.replies import Replies
 from headpond.orchestrator.workforce.attendance import (
     DECLINES_MOST,
     LISTED_MOST,
@@ -29,9 +28,11 @@ from headpond.orchestrator.workforce.attendance import (
     leave,
 )
 from headpond.queues import WorkerKind
+from headpond.records.rollout import RolloutResult
 from headpond.runtime.embedded_redis import EmbeddedRedis
 from headpond.store import BlobRef
 from headpond.tasks.agreement import Order, Presence, digest, used_settings
+from headpond.tasks.stage import Outcome
 
 LEASE_S = 8.0
 CONFIG = configured(recovery={"max_failures": 3, "lease_s": LEASE_S})
@@ -54,7 +55,7 @@ class Scene:
         self.ledger = ledger
         self.attendance = Attendance(CONFIG, Broker(url))
         self.gates = Gates()
-        self.groups = Groups(CONFIG, ledger, self.gates, self.attendance)
+        self.replies = Replies(CONFIG, ledger, pipeline_of(CONFIG, ledger, self.gates), self.attendance)
         self.group = submitted(ledger)
         self.beat = 0
 
@@ -79,8 +80,8 @@ class Scene:
         if job.state is JobState.WAITING:
             self.ledger.submit(job)
         result = RolloutResult(reward=1.0, columns=BlobRef(key="k", size=1, checksum="")) if outcome == "done" else None
-        self.groups.apply(Reply(run="run", job=job.id, attempt=job.attempt, execution="x", worker="host-1", node=node,
-                                settings=settings, outcome=outcome, result=result, error="no store"))  # fmt: skip
+        fields = {"attempt": job.attempt, "node": node, "settings": settings, "outcome": outcome, "error": "no store"}
+        self.replies.apply(reply_to(job.id, result=result, worker="host-1", **fields))
 
     def orders(self) -> dict[str, int]:
         orders: Any = self.redis.hgetall(redis_keys.ORDERS)
@@ -213,7 +214,7 @@ def test_results_of_a_worker_that_does_not_match_are_not_used_and_the_worker_is_
 def test_a_job_of_an_earlier_start_may_be_settled_with_its_settings(url: str, tmp_path: Path, ledger: Ledger) -> None:
     scene = Scene(url, ledger)
     scene.attendance = Attendance(CONFIG, Broker(url), first_sequence=ledger.number("sequence"))
-    scene.groups = Groups(CONFIG, ledger, scene.gates, scene.attendance)
+    scene.replies = Replies(CONFIG, ledger, pipeline_of(CONFIG, ledger, scene.gates), scene.attendance)
     scene.reply("old@host", Outcome.DONE, settings="of the earlier start")
     assert scene.group.rollouts[0].state is RolloutState.GENERATED
     scene.redis.close()

@@ -19,7 +19,7 @@ from headpond.batches import Manifest, read_manifests
 from headpond.ids import GroupId, RolloutId
 from headpond.ledger.queries import released_steps
 from headpond.ledger.schema import reading
-from headpond.messages import Queue
+from headpond.queues import Queue
 from headpond.tasks.noop import chance
 from support.chaos.environments import tokens_of
 from support.chaos.world import AgentWorld, EngineWorld, World

@@ -17,8 +17,8 @@ from support.waiting import wait_until
 from headpond.config.engine import Policy as PolicySettings
 from headpond.engines.response import read_turn
 from headpond.environments.builtin.arithmetic import Arithmetic
-from headpond.messages import RolloutResult
 from headpond.playing.rollout import play
+from headpond.records.rollout import RolloutResult
 from headpond.renderers import bytes_chatml
 from headpond.store.columns import Columns, read_columns
 

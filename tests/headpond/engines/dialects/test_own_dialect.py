@@ -22,8 +22,8 @@ from headpond.commands.main import app
 from headpond.engines.response import read_turn
 from headpond.environments.protocol import Policy
 from headpond.errors import ConfigError
-from headpond.messages import RolloutResult
 from headpond.playing.rollout import play
+from headpond.records.rollout import RolloutResult
 from headpond.store import BlobRef
 from headpond.store.columns import read_columns
 from headpond.turn import Fingerprint, OpenSample, RouteFormat

@@ -1,19 +1,18 @@
 import pytest
 from pydantic import ValidationError
 
-from headpond.messages import (
-    AGENT_CHARACTERS,
+from headpond.batches.manifest import AGENT_CHARACTERS
+from headpond.records.rollout import (
     AGENTS_LIMIT,
     METRICS_LIMIT,
     NAME_CHARACTERS,
     POLICY_ERROR_CHARACTERS,
     REWARDS_LIMIT,
     SAMPLES_LIMIT,
-    Outcome,
-    Reply,
     RolloutResult,
 )
 from headpond.store import BlobRef
+from headpond.tasks.stage import Outcome, Reply
 
 EXECUTION = "rollouts/0123456789abcdef/g000123-07/12.0123456789ab"
 
@@ -42,6 +41,7 @@ def test_the_longest_reply_of_a_rollout_stays_below_the_limit() -> None:
         metrics=named(METRICS_LIMIT, -1.23457e-05),
     )
     reply = Reply(
+        stage="play",
         run="0123456789abcdef",
         job="g000123-07",
         attempt=12,

@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 
 from headpond.config import RunConfig
-from headpond.messages import GroupInputs, GroupMember, RolloutResult, StepValues
-from headpond.stages import estimate_group, estimate_step
+from headpond.records.inputs import GroupInputs, GroupMember, StepValues
+from headpond.records.rollout import RolloutResult
 from headpond.store import open_store
+from headpond.tasks.stages.advantage import estimate_group
+from headpond.tasks.stages.batch_phase import estimate_step
 
 STORE = open_store("memory://advantages")
 MODULE = """

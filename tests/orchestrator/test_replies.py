@@ -6,17 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.ledgers import configured, submitted, unattended
+from support.ledgers import configured, pipeline_of, replies_of, reply_to, submitted
 
 from headpond.errors import RunError
-from headpond.ledger.states import GroupState, JobKind, JobState, RolloutState
-from headpond.messages import AdvantageResult, FilterResult, Outcome, Reply, RolloutResult, ScoreResult, SurveyResult
+from headpond.ledger.states import GroupState, JobState, RolloutState
 from headpond.orchestrator.gates import Gates
-from headpond.orchestrator.groups import Groups
 from headpond.orchestrator.ledger import restore
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.records import GroupRecord, JobRecord
+from headpond.records.rollout import RolloutResult
 from headpond.store import BlobRef
+from headpond.tasks.stage import Outcome
+from headpond.tasks.stages.advantage import AdvantageResult
+from headpond.tasks.stages.filter import FilterResult
+from headpond.tasks.stages.score import ScoreResult
+from headpond.tasks.stages.survey import SurveyResult
 
 DONE, FAILED, RELEASED, UNREACHABLE = Outcome.DONE, Outcome.FAILED, Outcome.RELEASED, Outcome.UNREACHABLE
 
@@ -26,7 +30,8 @@ class Scene:
         self.ledger = ledger
         self.gates = Gates()
         config = configured(recovery={"max_failures": 3})
-        self.groups = Groups(config, ledger, self.gates, unattended(config))
+        self.pipeline = pipeline_of(config, ledger, self.gates)
+        self.replies = replies_of(config, ledger, self.pipeline)
         self.group: GroupRecord = submitted(ledger)
         self.rollout = self.group.rollouts[0]
         self.job: JobRecord = ledger.jobs[self.rollout.id]
@@ -34,9 +39,8 @@ class Scene:
     def reply(
         self, job: str, outcome: Outcome = DONE, *, result: Any = None, attempt: int = 1, error: str = "it broke"
     ) -> None:
-        self.groups.apply(Reply(run="run", job=job, attempt=attempt, execution="x", worker="w",
-                                node="n", settings="", outcome=outcome,
-                                result=result, error=None if outcome is DONE else error))  # fmt: skip
+        error_text = None if outcome is DONE else error
+        self.replies.apply(reply_to(job, result=result, attempt=attempt, outcome=outcome, error=error_text))
 
     def finish_rollouts(self) -> None:
         for rollout in self.group.rollouts:
@@ -58,12 +62,12 @@ def scene(ledger: Ledger) -> Scene:
 
 def test_a_group_goes_through_filtering_and_advantages(scene: Scene) -> None:
     scene.finish_rollouts()
-    assert scene.group.state is GroupState.FILTERING
+    assert scene.group.state == "filter"
     scene.reply(scene.submit_stage("filter"), result=FilterResult(dropped={f"{scene.group.id}-3": "gibberish"}))
-    assert scene.group.state is GroupState.ESTIMATING
+    assert scene.group.state == "advantage"
     advantages = {rollout.id: 0.5 for rollout in scene.group.rollouts[:3]}
-    scene.reply(scene.submit_stage("advantages"), result=AdvantageResult(advantages=advantages))
-    assert scene.group.state is GroupState.ADMITTED
+    scene.reply(scene.submit_stage("advantage"), result=AdvantageResult(advantages=advantages))
+    assert scene.group.state == GroupState.ADMITTED
     assert scene.states() == [RolloutState.ADMITTED] * 3 + [RolloutState.FILTERED]
     assert scene.ledger.reasons == {"gibberish": 1}
     assert scene.ledger.jobs == {}
@@ -75,8 +79,8 @@ def test_groups_without_a_difference_in_their_advantages_are_told(scene: Scene) 
         scene.finish_rollouts()
         scene.reply(scene.submit_stage("filter"), result=FilterResult())
         advantages = {rollout.id: advantage for rollout in scene.group.rollouts}
-        scene.reply(scene.submit_stage("advantages"), result=AdvantageResult(advantages=advantages))
-        assert list(scene.groups.causes._flat) == expected
+        scene.reply(scene.submit_stage("advantage"), result=AdvantageResult(advantages=advantages))
+        assert list(scene.pipeline.causes._flat) == expected
 
 
 def test_rewards_of_a_group_are_counted_before_it_is_dropped(scene: Scene) -> None:
@@ -84,7 +88,7 @@ def test_rewards_of_a_group_are_counted_before_it_is_dropped(scene: Scene) -> No
         scene.reply(rollout.id, result=RolloutResult(reward=reward))
     dropped = {rollout.id: "zero_variance" for rollout in scene.group.rollouts}
     scene.reply(scene.submit_stage("filter"), result=FilterResult(dropped=dropped))
-    assert scene.group.state is GroupState.CLOSED
+    assert scene.group.state == GroupState.CLOSED
     assert (scene.ledger.number("played:noop"), scene.ledger.seconds("played_reward:noop")) == (4, 1.75)
 
 
@@ -92,7 +96,7 @@ def test_a_masked_rollout_is_admitted_and_stays_masked(scene: Scene) -> None:
     scene.finish_rollouts()
     scene.reply(scene.submit_stage("filter"), result=FilterResult(masked=(scene.rollout.id,)))
     advantages = {rollout.id: 0.5 for rollout in scene.group.rollouts}
-    scene.reply(scene.submit_stage("advantages"), result=AdvantageResult(advantages=advantages))
+    scene.reply(scene.submit_stage("advantage"), result=AdvantageResult(advantages=advantages))
     assert scene.states() == [RolloutState.ADMITTED] * 4
     assert [rollout.masked for rollout in scene.group.rollouts] == [True, False, False, False]
 
@@ -113,7 +117,7 @@ def test_masking_is_in_the_next_commit(scene: Scene, tmp_path: Path) -> None:
 def test_an_environment_that_scores_groups_gets_a_score_job(scene: Scene) -> None:
     scene.ledger.set("scores_groups:noop", 1)
     scene.finish_rollouts()
-    assert scene.group.state is GroupState.SCORING
+    assert scene.group.state == "score"
     job = scene.submit_stage("score")
     scene.reply(job, result=ScoreResult(rewards={scene.rollout.id: 3.0}))
     assert scene.ledger.jobs[job].failures == 1, "it names one rollout of four"
@@ -121,11 +125,11 @@ def test_an_environment_that_scores_groups_gets_a_score_job(scene: Scene) -> Non
     rewards = {rollout.id: 3.0 + rollout.index for rollout in scene.group.rollouts}
     scene.reply(job, result=ScoreResult(rewards=rewards), attempt=2)
     assert [rollout.result and rollout.result.reward for rollout in scene.group.rollouts] == [3.0, 4.0, 5.0, 6.0]
-    assert scene.group.state is GroupState.FILTERING
+    assert scene.group.state == "filter"
 
 
 def test_a_survey_stores_the_number_of_examples(scene: Scene) -> None:
-    scene.ledger.submit(scene.ledger.add_job("e1-noop", JobKind.SURVEY, "noop"))
+    scene.ledger.submit(scene.ledger.add_job("e1-noop", "survey", "noop"))
     scene.reply("e1-noop", result=SurveyResult(examples=7, scores_groups=True))
     assert (scene.ledger.number("examples:noop"), scene.ledger.number("scores_groups:noop")) == (7, 1)
     assert "e1-noop" not in scene.ledger.jobs
@@ -139,7 +143,7 @@ def test_a_survey_stores_the_number_of_examples(scene: Scene) -> None:
     ],
 )
 def test_a_failed_survey_ends_the_run_and_the_next_start_surveys_again(scene: Scene, error: str, said: str) -> None:
-    job = scene.ledger.add_job("e1-noop", JobKind.SURVEY, "noop")
+    job = scene.ledger.add_job("e1-noop", "survey", "noop")
     for attempt in (1, 2):
         scene.ledger.submit(job)
         scene.reply(job.id, FAILED, attempt=attempt)
@@ -191,7 +195,7 @@ def test_a_repeated_reply_of_a_closed_group_deletes_nothing(scene: Scene) -> Non
 
 
 def test_a_good_reply_counts_while_the_job_waits_to_be_submitted_again(scene: Scene) -> None:
-    scene.groups.job_lost(scene.job, "the worker's lease expired")
+    scene.replies.job_lost(scene.job, "the worker's lease expired")
     scene.reply(scene.job.id, result=RolloutResult(reward=1.0))
     assert scene.rollout.state is RolloutState.GENERATED
     assert scene.job.id not in scene.ledger.waiting
@@ -215,7 +219,7 @@ def test_a_rollout_is_dead_with_its_last_error_after_max_failures(scene: Scene) 
     assert scene.rollout.error == "3 failures, the last: it broke"
     for rollout in scene.group.rollouts[1:]:
         scene.reply(rollout.id, result=RolloutResult(reward=1.0))
-    assert scene.group.state is GroupState.FILTERING, "three of four are enough"
+    assert scene.group.state == "filter", "three of four are enough"
 
 
 def test_a_group_with_too_few_rollouts_left_is_dropped(scene: Scene) -> None:
@@ -226,8 +230,8 @@ def test_a_group_with_too_few_rollouts_left_is_dropped(scene: Scene) -> None:
                 scene.ledger.submit(scene.ledger.jobs[rollout.id])
     assert scene.states() == [RolloutState.DEAD] * 3 + [RolloutState.FILTERED]
     assert scene.ledger.reasons == {"cancelled": 1}
-    assert [job.task_id("run") for job in scene.groups.cancelled] == [f"run.{scene.group.rollouts[3].id}.1"]
-    assert scene.group.state is GroupState.CLOSED
+    assert [job.task_id("run") for job in scene.pipeline.play.cancelled] == [f"run.{scene.group.rollouts[3].id}.1"]
+    assert scene.group.state == GroupState.CLOSED
     assert scene.ledger.number("dropped_in_a_row") == 1
     scene.reply(scene.group.rollouts[3].id, result=RolloutResult(reward=1.0))
     assert scene.ledger.number("fenced") == 1
@@ -256,7 +260,7 @@ def test_an_unwritable_store_closes_the_gate_like_an_engine(scene: Scene) -> Non
     assert (scene.job.state, scene.job.failures) == (JobState.WAITING, 0)
     (trouble,) = scene.gates.troubles
     assert re.search(r"cannot write to the store: .*\(it broke\); .*1 s", trouble)
-    encoding = scene.ledger.add_job("s000000f1r0", JobKind.ENCODE, "0")
+    encoding = scene.ledger.add_job("s000000f1r0", "encode", "0")
     scene.ledger.submit(encoding)
     scene.reply(encoding.id, Outcome.UNWRITTEN)
     assert (encoding.state, encoding.failures) == (JobState.WAITING, 0)
@@ -270,7 +274,7 @@ def test_a_reply_that_does_not_answer_its_job_is_a_failure(scene: Scene) -> None
     scene.ledger.submit(scene.job)
     scene.finish_rollouts()
     scene.reply(scene.submit_stage("filter"), result=FilterResult())
-    advantages = scene.submit_stage("advantages")
+    advantages = scene.submit_stage("advantage")
     scene.reply(advantages, result=AdvantageResult(advantages={scene.rollout.id: 1.0}))
     assert scene.ledger.jobs[advantages].failures == 1
 
@@ -278,10 +282,10 @@ def test_a_reply_that_does_not_answer_its_job_is_a_failure(scene: Scene) -> None
 def test_a_group_without_variance_is_dropped_for_that_reason(scene: Scene) -> None:
     scene.finish_rollouts()
     scene.reply(scene.submit_stage("filter"), result=FilterResult())
-    scene.reply(scene.submit_stage("advantages"), result=AdvantageResult(dropped="zero_variance"))
+    scene.reply(scene.submit_stage("advantage"), result=AdvantageResult(dropped="zero_variance"))
     assert scene.states() == [RolloutState.FILTERED] * 4
     assert scene.ledger.reasons == {"zero_variance": 4}
-    assert "zero_variance 4 (all with the reward 1)" in scene.groups.causes.explain()
+    assert "zero_variance 4 (all with the reward 1)" in scene.pipeline.causes.explain()
 
 
 def test_a_dead_stage_job_closes_its_group(scene: Scene) -> None:
@@ -292,7 +296,7 @@ def test_a_dead_stage_job_closes_its_group(scene: Scene) -> None:
         if attempt < 3:
             scene.ledger.submit(scene.ledger.jobs[job])
     assert scene.states() == [RolloutState.DEAD] * 4
-    assert scene.group.state is GroupState.CLOSED
+    assert scene.group.state == GroupState.CLOSED
 
 
 def test_a_reply_to_an_unknown_job_changes_nothing(scene: Scene) -> None:
@@ -301,7 +305,7 @@ def test_a_reply_to_an_unknown_job_changes_nothing(scene: Scene) -> None:
         scene.reply("g0000099-0", outcome, result=RolloutResult(reward=1.0) if outcome is DONE else None)
     assert dict(scene.ledger.states) == before
     assert scene.ledger.number("fenced") == 1
-    assert {job.kind for job in scene.ledger.jobs.values()} == {JobKind.ROLLOUT}
+    assert {job.stage for job in scene.ledger.jobs.values()} == {"play"}
 
 
 def test_a_filtering_job_that_cannot_sync_waits_for_the_store(scene: Scene) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from headpond import config as configuration
-from headpond import job_inputs
 from headpond.advantages import resolve
 from headpond.batches import BatchPlan, BatchRollout, EncodedRank, Manifest, read_manifest
 from headpond.batches.credit import credit_key
@@ -24,11 +23,15 @@ from headpond.filters import judge, rollout_filters
 from headpond.ids import GroupId
 from headpond.inspection import run_json
 from headpond.ledger import histories, pages, queries, schema
-from headpond.messages import GroupInputs, GroupMember, RolloutResult, StepAdvantages
-from headpond.stages import estimate_group, estimate_step, read_tokens
+from headpond.orchestrator.inputs import batch_rollout, plan_of, values_of
+from headpond.records.inputs import GroupInputs, GroupMember, StepAdvantages
+from headpond.records.rollout import RolloutResult
 from headpond.store import open_store
 from headpond.store.opening import run_store_url
 from headpond.store.read_through import ReadThroughStore
+from headpond.tasks.stages.advantage import estimate_group
+from headpond.tasks.stages.batch_phase import estimate_step
+from headpond.tasks.stages.filter import read_tokens
 
 CHANGEABLE = ("filters.", "advantages.", "batch.", "vocab_size")
 READ = (*CHANGEABLE, "rollouts.group_size", "engine.logprobs_mode")
@@ -137,7 +140,7 @@ class Redo:
             final = self._final(scratch, step, packed, verdicts)
             verdicts |= {id: replace(verdicts[id], advantage=number) for id, number in final.advantages.items()}
             rollouts = [_batch_rollout(member, verdicts[member.id]) for member in packed]
-            plan = job_inputs.batch_plan(self._config, step, rollouts, final.credit)
+            plan = plan_of(self._config, step, rollouts, final.credit)
             files = range(plan.rules.data_ranks) if plan.rollouts else ()
             ranks = [encode_rank(scratch, plan, data_rank=rank, execution=EXECUTION) for rank in files]
         return RedoneStep(
@@ -210,7 +213,7 @@ class Redo:
         if not recipe.has_batch_phase or not packed:
             return StepAdvantages(advantages=first, state=None)
         before = read_manifest(self._store, step - 1) if step else None
-        inputs = job_inputs.step_values(
+        inputs = values_of(
             [member.id for member in packed],
             [(member.row["group"], member.row["environment"], member.row["example"]) for member in packed],
             [member.result for member in packed],
@@ -281,7 +284,7 @@ def _results(connection: sqlite3.Connection, group: str) -> list[tuple[pages.Row
 
 def _batch_rollout(member: Member, verdict: Verdict) -> BatchRollout:
     row, advantage = member.row, verdict.advantage or 0.0
-    return job_inputs.batch_rollout(
+    return batch_rollout(
         member.id, row["group"], row["environment"], member.result,
         advantage=advantage, masked=verdict.masked, credit=verdict.credit,
     )  # fmt: skip

@@ -5,22 +5,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.ledgers import admitted, configured, unattended
+from support.ledgers import admitted, configured, pipeline_of, replies_of, reply_to
 
-from headpond import job_inputs
 from headpond.errors import RunError
 from headpond.ledger.states import JobState
-from headpond.messages import BatchPhaseJob, BatchPhaseResult, Outcome, Reply, RolloutResult, StepAdvantages
-from headpond.orchestrator.composer import BatchPhase, Composer
-from headpond.orchestrator.gates import Gates
-from headpond.orchestrator.groups import Groups
-from headpond.orchestrator.inputs import JobInputs
+from headpond.orchestrator.composer import Composer
 from headpond.orchestrator.ledger import restore
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.records import BatchRecord, JobRecord
+from headpond.orchestrator.submission import InputFiles
 from headpond.orchestrator.trainer import Trainer
+from headpond.records.inputs import StepAdvantages, StepValues
+from headpond.records.rollout import RolloutResult
 from headpond.store import open_store
-from headpond.tasks.jobs import batch_body
+from headpond.tasks import inputs
+from headpond.tasks.stage import Call, Outcome
+from headpond.tasks.stages import batch_phase
+from headpond.tasks.stages.batch_phase import BatchPhaseMessage, BatchPhaseResult
 
 KEY = "plans/run.step_000000.1.advantages.e1.json"
 
@@ -39,10 +40,10 @@ class Scene:
                 rollout.result = RolloutResult(
                     reward=rollout.index / 4, rewards={"right": 1.0}, agents={"white": 3}, completion_tokens=10
                 )
-        self.groups = Groups(self.config, ledger, Gates(), unattended(self.config))
-        self.composer = Composer(self.config, ledger, Trainer(self.config, ledger), batch_phase=True)
-        self.inputs = JobInputs(self.config, "run", ledger)
-        self.batch_phase = BatchPhase(self.config, ledger, self.inputs, self.composer, self.groups)
+        self.pipeline = pipeline_of(self.config, ledger, batch_phase=True)
+        self.replies = replies_of(self.config, ledger, self.pipeline)
+        self.composer = Composer(self.config, ledger, Trainer(self.config, ledger), self.pipeline)
+        self.inputs = InputFiles(self.config, "run", ledger, self.pipeline)
         batch = self.composer.compose()
         assert batch is not None
         self.batch: BatchRecord = batch
@@ -51,33 +52,27 @@ class Scene:
     def job(self) -> JobRecord:
         return self.ledger.jobs[self.batch.batch_phase_id]
 
+    @property
+    def key(self) -> str:
+        return self.pipeline.batch_phase.key(self.job)
+
     def submit(self) -> None:
         assert asyncio.run(self.inputs.ensure([self.job]))
         self.ledger.submit(self.job)
 
     def reply(self, **fields: Any) -> None:
-        values: dict[str, Any] = {"outcome": Outcome.DONE, "result": BatchPhaseResult(execution="e1")} | fields
-        self.groups.apply(
-            Reply(
-                run="run",
-                job=self.job.id,
-                attempt=self.job.attempt,
-                execution="e1",
-                worker="w-1",
-                node="n",
-                settings="",
-                **values,
-            )
-        )
+        values: dict[str, Any] = {"result": BatchPhaseResult(execution="e1")} | fields
+        self.replies.apply(reply_to(self.job.id, attempt=self.job.attempt, execution="e1", **values))
 
     def take(self) -> None:
-        asyncio.run(self.batch_phase.take_result())
+        asyncio.run(self.pipeline.batch_phase.take_result(self.replies.job_failed))
 
-    def message(self) -> BatchPhaseJob:
-        return BatchPhaseJob(
-            run="run", job=self.job.id, attempt=1, sequence=1, timeout_s=1, plan=self.inputs.key(self.job), step=0,
+    def compute(self) -> BatchPhaseResult:
+        message = BatchPhaseMessage(
+            run="run", job=self.job.id, attempt=1, sequence=1, timeout_s=1, plan=self.key, step=0,
             formation=1,
         )  # fmt: skip
+        return batch_phase.estimate(Call(message=message, execution="e1", config=self.config))
 
 
 @pytest.fixture
@@ -88,11 +83,11 @@ def scene(ledger: Ledger, tmp_path: Path) -> Scene:
 
 
 def test_the_job_reads_the_rollouts_of_its_step_and_its_result_is_encoded(scene: Scene) -> None:
-    values = job_inputs.read_values(open_store(scene.config.store_url), scene.inputs.key(scene.job))
+    values = inputs.read(open_store(scene.config.store_url), scene.key, StepValues)
     assert values.rollouts == sorted(rollout.id for rollout in scene.batch.rollouts())
     assert (values.rewards[:4], values.examples[::4], values.environments[0]) == ([0, 0.25, 0.5, 0.75], [0, 1], "noop")
     assert (values.named_rewards[0], values.agents[0], values.state) == ({"right": 1.0}, {"white": 3}, None)
-    assert batch_body(scene.message(), scene.config, "e1") == BatchPhaseResult(execution="e1")
+    assert scene.compute() == BatchPhaseResult(execution="e1")
     scene.reply()
     assert scene.composer.encoded() is None
     scene.take()
@@ -124,19 +119,19 @@ def test_a_batch_phase_that_keeps_failing_stops_the_run_with_its_error(scene: Sc
 
 
 def test_a_settled_batch_phase_is_taken_after_a_restart(scene: Scene, ledger: Ledger, tmp_path: Path) -> None:
-    batch_body(scene.message(), scene.config, "e1")
+    scene.compute()
     scene.reply()
     asyncio.run(ledger.committed())
     restored = restore.read(tmp_path / "ledger.sqlite")
     job = restored.jobs[scene.batch.batch_phase_id]
     assert (job.state, job.result) == (JobState.SETTLED, BatchPhaseResult(execution="e1"))
-    assert asyncio.run(JobInputs(scene.config, "run", ledger).ensure([scene.job]))
+    assert asyncio.run(InputFiles(scene.config, "run", ledger, scene.pipeline).ensure([scene.job]))
     assert (tmp_path / KEY).exists(), "a new orchestrator deletes only what is not needed"
 
 
 def test_advantages_and_state_of_an_open_step_survive_a_restart(scene: Scene, ledger: Ledger, tmp_path: Path) -> None:
     advantages = dict.fromkeys((rollout.id for rollout in scene.batch.rollouts()), 0.5)
-    scene.composer.estimated(scene.batch, StepAdvantages(advantages=advantages, state='{"b": 1}'))
+    scene.pipeline.batch_phase.estimated(scene.batch, StepAdvantages(advantages=advantages, state='{"b": 1}'))
     asyncio.run(ledger.committed())
     restored = restore.read(tmp_path / "ledger.sqlite")
     batch = restored.batches[0]

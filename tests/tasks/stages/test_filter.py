@@ -8,13 +8,15 @@ import pytest
 from support.rollouts import MadeTurn, RolloutMaker
 from support.stores import run_store
 
-from headpond import job_inputs
 from headpond.config import RunConfig
 from headpond.errors import BlobUnwritten
-from headpond.messages import FilterJob, GroupInputs, GroupMember, RolloutResult
-from headpond.tasks.jobs import filter_body
+from headpond.records.inputs import GroupInputs, GroupMember
+from headpond.records.rollout import RolloutResult
+from headpond.tasks import inputs
+from headpond.tasks.stage import Call, PlanMessage
+from headpond.tasks.stages.filter import filter_group
 
-JOB = FilterJob(run="r", job="g0000000-filter", attempt=1, sequence=1, timeout_s=60.0, plan="plans/r.g0000000.json")
+JOB = PlanMessage(run="r", job="g0000000-filter", attempt=1, sequence=1, timeout_s=60.0, plan="plans/r.g0000000.json")
 
 
 def test_a_full_quota_at_fsync_is_not_a_failure_and_costs_only_what_it_damaged(
@@ -29,7 +31,7 @@ def test_a_full_quota_at_fsync_is_not_a_failure_and_costs_only_what_it_damaged(
         for each in made
     ]
     group = GroupInputs(group="g0000000", environment="e", example=0, policy_version=0, members=members)
-    job_inputs.write(store, JOB.plan, group)
+    inputs.write(store, JOB.plan, group)
 
     def full(descriptor: int) -> None:
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
@@ -37,11 +39,11 @@ def test_a_full_quota_at_fsync_is_not_a_failure_and_costs_only_what_it_damaged(
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full)
         with pytest.raises(BlobUnwritten, match="Disk quota exceeded"):
-            filter_body(JOB, config)
+            filter_group(Call(message=JOB, execution="x", config=config))
     assert made[1].experts
     path = store.path(made[1].experts.key)
     content = bytearray(path.read_bytes())
     content[-1] ^= 1  # a page that the server has not stored
     path.write_bytes(content)
     retried = JOB.model_copy(update={"attempt": 2})
-    assert filter_body(retried, config).dropped == {"g0000000-1": "blob_corrupt"}
+    assert filter_group(Call(message=retried, execution="x", config=config)).dropped == {"g0000000-1": "blob_corrupt"}

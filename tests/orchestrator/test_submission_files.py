@@ -4,28 +4,30 @@ import asyncio
 from itertools import pairwise
 from pathlib import Path
 
-from support.ledgers import configured, generated
+from support.ledgers import configured, generated, pipeline_of
 from support.stores import directory_store
 
-from headpond import job_inputs
-from headpond.ledger.states import GroupState, JobKind, RolloutState
-from headpond.orchestrator.inputs import FORGOTTEN_AT_ONCE, JobInputs
+from headpond.ledger.states import RolloutState
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.records import JobRecord
+from headpond.orchestrator.submission import FORGOTTEN_AT_ONCE, InputFiles
+from headpond.records.inputs import GroupInputs
+from headpond.tasks import inputs
 
 
 class Scene:
     """A group to be filtered, and its input file."""
 
     def __init__(self, ledger: Ledger, directory: Path) -> None:
-        self.files = JobInputs(configured(run_dir=directory), "run", ledger)
+        config = configured(run_dir=directory)
+        self.files = InputFiles(config, "run", ledger, pipeline_of(config, ledger))
         self.ledger = ledger
         self.group = generated(ledger)
-        ledger.enter(self.group, GroupState.FILTERING)
-        self.file = directory / "store" / job_inputs.group_key("run", self.group.id)
+        ledger.enter(self.group, "filter")
+        self.file = directory / "store" / inputs.key("run", self.group.id)
 
-    def job(self, kind: JobKind) -> JobRecord:
-        return self.ledger.add_job(f"{self.group.id}-{kind}", kind, self.group.id)
+    def job(self, stage: str) -> JobRecord:
+        return self.ledger.add_job(f"{self.group.id}-{stage}", stage, self.group.id)
 
     def ensure(self, job: JobRecord) -> None:
         assert asyncio.run(self.files.ensure([job]))
@@ -33,31 +35,31 @@ class Scene:
 
 def test_the_next_job_of_a_group_reads_the_same_file(ledger: Ledger, tmp_path: Path) -> None:
     scene = Scene(ledger, tmp_path)
-    scene.ensure(scene.job(JobKind.FILTER))
+    scene.ensure(scene.job("filter"))
     scene.file.write_text("unchanged")
-    scene.ensure(scene.job(JobKind.ADVANTAGE))
+    scene.ensure(scene.job("advantage"))
     assert scene.file.read_text() == "unchanged"
 
 
 def test_changed_inputs_are_written_again(ledger: Ledger, tmp_path: Path) -> None:
     scene = Scene(ledger, tmp_path)
-    scene.ensure(scene.job(JobKind.FILTER))
+    scene.ensure(scene.job("filter"))
     before = scene.file.read_text()
     ledger.move(scene.group.rollouts[0], RolloutState.DEAD)
-    scene.ensure(scene.job(JobKind.ADVANTAGE))
+    scene.ensure(scene.job("advantage"))
     assert scene.file.read_text() != before
 
 
 def test_a_retried_job_gets_its_file_written_again(ledger: Ledger, tmp_path: Path) -> None:
     scene = Scene(ledger, tmp_path)
-    job = scene.job(JobKind.FILTER)
+    job = scene.job("filter")
     scene.ensure(job)
     ledger.submit(job)
     ledger.retry(job, failures=1)
     scene.file.unlink()
     scene.ensure(job)
     assert (
-        job_inputs.read_group(directory_store(tmp_path / "store"), job_inputs.group_key("run", scene.group.id)).group
+        inputs.read(directory_store(tmp_path / "store"), inputs.key("run", scene.group.id), GroupInputs).group
         == scene.group.id
     )
 
@@ -66,8 +68,7 @@ def test_unneeded_files_are_forgotten_in_slices(ledger: Ledger, tmp_path: Path) 
     """Thousands are left when many groups end at once; freeing their contents takes milliseconds."""
     scene = Scene(ledger, tmp_path)
     unneeded = [f"unneeded-{number}" for number in range(10 * FORGOTTEN_AT_ONCE)]
-    for key in unneeded:
-        scene.files.adopt(key)
+    scene.files._written |= dict.fromkeys(unneeded)
     left = [len(unneeded)]
 
     async def count() -> None:
@@ -77,7 +78,7 @@ def test_unneeded_files_are_forgotten_in_slices(ledger: Ledger, tmp_path: Path) 
 
     async def ensure() -> None:
         counting = asyncio.create_task(count())
-        assert await scene.files.ensure([scene.job(JobKind.FILTER)])
+        assert await scene.files.ensure([scene.job("filter")])
         await counting
 
     asyncio.run(ensure())

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from support.run_dirs import make_run
 
+from headpond.commands.redone import Redo, parse_change
 from headpond.errors import ConfigError, RunError
-from headpond.redo import Redo, parse_change
 
 SETTINGS = {
     "rollouts.group_size": 3,

@@ -1,0 +1,131 @@
+"""The order of the stages:
+
+    play -> score? -> filter -> advantage -> admitted        a group
+    compose -> batch_phase? -> encode -> seal                a step, of admitted groups
+
+A stage is `tasks/stages/NAME.py` (message and body), `orchestrator/stages/NAME.py` (what the run does with it), and a
+line here.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from headpond.config import RunConfig
+from headpond.ledger.states import GroupState, RolloutState
+from headpond.orchestrator.causes import Causes, masking
+from headpond.orchestrator.examples.evaluation import Evaluations
+from headpond.orchestrator.gates import Gates
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.ledger.records import BatchRecord, GroupRecord, JobRecord
+from headpond.orchestrator.stage import Parts, RunStage
+from headpond.orchestrator.stages.advantage import Advantage
+from headpond.orchestrator.stages.batch_phase import BatchPhase
+from headpond.orchestrator.stages.draw import Draw
+from headpond.orchestrator.stages.encode import Encode
+from headpond.orchestrator.stages.evaluation import EvaluationPlay, EvaluationScore
+from headpond.orchestrator.stages.filter import Filter
+from headpond.orchestrator.stages.play import Play
+from headpond.orchestrator.stages.score import Score
+from headpond.orchestrator.stages.survey import Survey
+
+
+class Pipeline:
+    def __init__(
+        self,
+        config: RunConfig,
+        run: str,
+        ledger: Ledger,
+        gates: Gates,
+        evaluations: Evaluations,
+        *,
+        least_version: Callable[[], int] = lambda: 0,
+        abandoned_versions: Callable[[], tuple[int, ...]] = lambda: (),
+        batch_phase: bool = False,
+    ) -> None:
+        """`least_version`, `abandoned_versions`: see `Parts`. `batch_phase`: whether the estimator has one."""
+        self._config = config
+        self._ledger = ledger
+        self.causes = Causes()
+        self.evaluations = evaluations
+        parts = Parts(
+            config=config, run=run, ledger=ledger, gates=gates, causes=self.causes, least_version=least_version,
+            abandoned_versions=abandoned_versions, advance=self.advance, drop=self.drop, advance_step=self.advance_step,
+        )  # fmt: skip
+        self.survey = Survey(parts)
+        self.draw = Draw(parts)
+        self.play = Play(parts)
+        self.batch_phase = BatchPhase(parts)
+        self.encode = Encode(parts)
+        self.of_group = (
+            self.play,
+            Score(parts),  # if its environment scores groups
+            Filter(parts),
+            Advantage(parts),
+        )
+        self.of_step = (self.batch_phase, self.encode) if batch_phase else (self.encode,)
+        of_evaluations = EvaluationPlay(parts, evaluations, self.play), EvaluationScore(parts, evaluations)
+        stages = (self.survey, self.draw, *of_evaluations, *self.of_group, self.batch_phase, self.encode)
+        self.stages: dict[str, RunStage[Any]] = {stage.name: stage for stage in stages}
+        """name in the ledger -> stage"""
+
+    def stage_of(self, job: JobRecord) -> RunStage[Any]:
+        return self.stages[job.stage]
+
+    def advance(self, group: GroupRecord) -> None:
+        """Begin the next stage that wants the group. After the last one, admit it."""
+        names = [stage.name for stage in self.of_group]
+        for stage in self.of_group[names.index(group.state) + 1 :]:
+            if stage.wants(group):
+                stage.enter(group)
+                return
+        self._admit(group)
+
+    @property
+    def has_batch_phase(self) -> bool:
+        return self.batch_phase in self.of_step
+
+    def begin(self, batch: BatchRecord) -> None:
+        """Begin the first stage of the step."""
+        self.of_step[0].enter(batch)
+
+    def advance_step(self, batch: BatchRecord) -> None:
+        """Begin the last stage of the step."""
+        self.encode.enter(batch)
+
+    def drop(self, group: GroupRecord, reason: str) -> None:
+        """Drop the rest of the group; the planner replaces it."""
+        for rollout in group.of(RolloutState.GENERATED):
+            self._ledger.drop(rollout, reason)
+        dropped = group.of(RolloutState.FILTERED)
+        for why, number in Counter(rollout.reason for rollout in dropped).items():
+            rewards = [rollout.result.reward for rollout in dropped if rollout.result and rollout.reason == why]
+            self.causes.dropped(why or reason, number, rewards)
+        self.draw.group_ended(group, reason)
+        self._ledger.event(group.id, "dropped", reason)
+        self._ledger.increment("dropped_in_a_row")
+        self._ledger.enter(group, GroupState.CLOSED)
+
+    def _admit(self, group: GroupRecord) -> None:
+        """A step may be composed of it from now on."""
+        ledger, environment = self._ledger, group.environment
+        for rollout in group.of(RolloutState.GENERATED):
+            ledger.move(rollout, RolloutState.ADMITTED)
+            for counter in ("tokens_admitted", f"tokens_admitted:{environment}"):
+                ledger.increment(counter, rollout.result.completion_tokens if rollout.result else 0)
+        ledger.enter(group, GroupState.ADMITTED)
+        self.draw.group_ended(group)
+        ledger.set("dropped_in_a_row", 0)
+        for counter in ("groups_admitted", f"groups_admitted:{environment}"):
+            ledger.increment(counter)
+        self._explain(group)
+
+    def _explain(self, group: GroupRecord) -> None:
+        """Count what the group adds to the loss."""
+        rollouts = group.of(RolloutState.ADMITTED)
+        masked = sum(rollout.masked for rollout in rollouts)
+        matched = lambda name: self._ledger.number(f"matched:{name}")  # noqa: E731
+        masked_by = masking(self._config.filters, matched, group=group.masked) if masked else ""
+        equal = len({rollout.result.reward for rollout in rollouts if rollout.result}) == 1
+        credited = any(rollout.advantage or (rollout.result and rollout.result.credit) for rollout in rollouts)
+        self.causes.admitted(len(rollouts), masked=masked, masked_by=masked_by, flat=equal and not credited)

@@ -1,0 +1,1 @@
+"""The run's side of every stage: `pipeline.py` has their order."""

@@ -1,0 +1,30 @@
+"""Filter: the verdicts of the token filters on a group's rollouts."""
+
+from headpond.ledger.states import RolloutState
+from headpond.orchestrator.ledger.records import GroupRecord
+from headpond.orchestrator.stage import GroupStage
+from headpond.tasks.stages import filter as filtering
+
+
+class Filter(GroupStage[filtering.FilterResult]):
+    stage = filtering.STAGE
+
+    def enter(self, group: GroupRecord) -> None:
+        """Count the rewards before a filter drops the groups that are solved by all or by none."""
+        ledger, environment = self._ledger, group.environment
+        rewards = [rollout.result.reward for rollout in group.rollouts if rollout.result]
+        total = f"played_reward:{environment}"
+        ledger.increment(f"played:{environment}", len(rewards))
+        ledger.set(total, ledger.seconds(total) + sum(rewards))
+        ledger.increment(f"solved_{group.solved}:{environment}")
+        super().enter(group)
+
+    def apply(self, group: GroupRecord, result: filtering.FilterResult) -> str | None:
+        for name, rollouts in result.matched.items():
+            self._ledger.increment(f"matched:{name}", rollouts)
+        for rollout in group.of(RolloutState.GENERATED):
+            if rollout.id in result.dropped:
+                self._ledger.drop(rollout, result.dropped[rollout.id])
+            elif rollout.id in result.masked:
+                self._ledger.mask(rollout)
+        return None if group.of(RolloutState.GENERATED) else "filtered"
