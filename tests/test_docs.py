@@ -32,10 +32,18 @@ from headpond.config.rules import check_rules
 from headpond.environments import AgentPolicy, Policy, load_environments
 from headpond.environments.protocol import agent_variables
 from headpond.filters import group_filters, rollout_filters
-from headpond.messages import RolloutResult
 from headpond.playing.rollout import play
+from headpond.records.rollout import RolloutResult
 
-RECIPES = ("An estimator", "A filter", "A sampler", "An engine dialect", "A store", "A field for the trainer")
+RECIPES = (
+    "An estimator",
+    "A filter",
+    "A sampler",
+    "An engine dialect",
+    "A store",
+    "A field for the trainer",
+    "A stage",
+)
 PACKAGES = ("headpond", "tasks", "workers", "orchestrator", "bench")
 FOLDERS = (*PACKAGES, "examples", "tests", "docs", "deploy")
 
@@ -63,7 +71,7 @@ RUN_BY = {
     "headpond doctor": "tests/headpond/doctor",
     "headpond engine": "tests/headpond/demo/engine",
     "headpond gc": "tests/orchestrator/test_leftovers.py",
-    "headpond redo": "tests/headpond/test_redo.py",
+    "headpond redo": "tests/headpond/commands/test_redo.py",
     "headpond report": "tests/headpond/servers/dashboard/test_report.py",
     "headpond sessions": "tests/headpond/servers/sessions",
     "headpond try": "tests/headpond/commands/test_trial.py",
