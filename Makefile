@@ -40,11 +40,11 @@ endef
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml setup.py constraints/app.txt
+$(STAMP): pyproject.toml deploy/build_hooks.py constraints/app.txt
 	$(call install,app$(comma)dev)
 
 # The demo needs no developers' tools.
-$(VENV)/.app: pyproject.toml setup.py constraints/app.txt
+$(VENV)/.app: pyproject.toml deploy/build_hooks.py constraints/app.txt
 	$(call install,app$(comma)local)
 
 demo: $(VENV)/.app
@@ -195,7 +195,7 @@ simulate: setup
 	@$(BIN)/pytest tests/simulation --simulations 1000 --timeout 900
 
 fuzz: setup
-	@$(BIN)/pytest tests/headpond/engines/test_response_fuzz.py --fuzz-rounds 1000 --timeout 900
+	@$(BIN)/pytest tests/headpond/engines/responses/test_response_fuzz.py --fuzz-rounds 1000 --timeout 900
 	@$(BIN)/pytest tests/headpond/servers/sessions/test_request_fuzz.py --fuzz-rounds 4000 --timeout 3600
 
 # Which files run for one rollout of two turns.

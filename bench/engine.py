@@ -16,7 +16,7 @@ import orjson
 
 from bench.harness.procfs import cpu_s
 from bench.harness.report import Report, Target, median
-from headpond.runtime.child_process import ChildProcess, listening_port
+from headpond.processes.child_process import ChildProcess, listening_port
 
 ENGINE = ["headpond", "engine", "--port", "0", "--layers", "48", "--form", "object", "--length", "constant:120"]
 SIZES = {"1.3 MB": (2_400, 64), "25 MB": (48_000, 8)}

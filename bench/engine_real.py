@@ -21,7 +21,7 @@ from bench.harness.progress import progress
 from bench.harness.report import Report, Target, median
 from bench.harness.vllm_server import model_name, vllm_url
 from headpond.errors import RunError
-from headpond.runtime.child_process import ChildProcess
+from headpond.processes.child_process import ChildProcess
 from headpond.turn import Message
 
 SHARE_OF_DIRECT = 0.9

@@ -24,7 +24,7 @@ from bench.harness.report import Report, Target, median
 from bench.harness.response_bodies import Rollout
 from headpond.config.engine import Engine
 from headpond.engines.dialects import dialect_of
-from headpond.engines.response import RequestInfo, read_turn
+from headpond.engines.responses.response import RequestInfo, read_turn
 from headpond.store import open_store
 from headpond.turn import OpenSample, RouteFormat, Routes, Turn
 

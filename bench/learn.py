@@ -16,7 +16,7 @@ from bench.harness.progress import progress
 from bench.harness.report import Report, Target, median
 from headpond.config import load
 from headpond.errors import RunError
-from headpond.runtime.child_process import BIN
+from headpond.processes.child_process import BIN
 
 FIRST_REWARD, LAST_REWARD = 0.3, 0.8
 SECONDS = 60.0

@@ -15,8 +15,8 @@ from celery import Celery
 
 from bench.harness.procfs import cpu_s
 from bench.harness.report import Report, Target, median
-from headpond.runtime.child_process import ChildProcess
-from headpond.runtime.embedded_redis import EmbeddedRedis
+from headpond.processes.child_process import ChildProcess
+from headpond.processes.embedded_redis import EmbeddedRedis
 
 ROUNDS, TASKS = 5, 1_000
 TIMEOUT_S = 120.0

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from bench.harness.cluster import Cluster, Run, start_cluster
 from bench.harness.progress import Show, progress
 from bench.harness.report import Report, Target, median
-from headpond import redis_keys
+from headpond.broker import redis_keys
 from headpond.ids import LeaseId, LeaseValue, WorkerId
 from headpond.ledger.schema import open_for_reading
 from headpond.orchestrator.ledger.audit import audit
-from headpond.runtime.child_process import ChildProcess
+from headpond.processes.child_process import ChildProcess
 
 ROUNDS = 5
 GROUP_SIZE, STEPS = 8, 2

@@ -22,10 +22,10 @@ from bench.harness.procfs import proportional_mib
 from bench.harness.progress import progress
 from bench.harness.report import Report, Target, median
 from headpond.config.engine import RendererSettings
+from headpond.event_loop.factory import event_loop_factory
+from headpond.event_loop.loop_lag import LoopLag
 from headpond.renderers import NextTurn, PooledRenderer, Renderer, RendererKey, RendererPools
 from headpond.renderers.pools import build
-from headpond.runtime.event_loop import event_loop_factory
-from headpond.runtime.loop_lag import LoopLag
 
 ROUNDS, MEMORY_ROUNDS = 15, 5  # a maximum varies more than other figures, hence more rounds
 CALLERS, ADAPTERS = 64, 8

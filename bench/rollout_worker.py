@@ -19,8 +19,8 @@ from bench.harness.procfs import cpu_s, peak_mb, reset_peak, resident_mb
 from bench.harness.progress import progress
 from bench.harness.report import Report, Target, median
 from headpond.config.engine import Engine
-from headpond.runtime.child_process import ChildProcess
-from headpond.runtime.lag_summaries import LagSummary, read_summaries
+from headpond.event_loop.lag_summaries import LagSummary, read_summaries
+from headpond.processes.child_process import ChildProcess
 
 ROUNDS = 5
 ABOVE_CANARY_MS = 15.0

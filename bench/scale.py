@@ -38,7 +38,7 @@ from headpond.orchestrator import run_dir
 from headpond.orchestrator.ledger.audit import audit
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.release import Sweeper
-from headpond.runtime.child_process import program
+from headpond.processes.child_process import program
 
 ROUNDS = 3
 GROUP_SIZE = 8

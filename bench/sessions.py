@@ -16,8 +16,8 @@ from bench.harness.procfs import cpu_s, read_bytes, resident_bytes
 from bench.harness.progress import Show, progress
 from bench.harness.report import Report, Target, median
 from bench.harness.session_load import SessionLoad
-from headpond.runtime.child_process import ChildProcess, listening_port
-from headpond.runtime.offload import cores
+from headpond.event_loop.offload import cores
+from headpond.processes.child_process import ChildProcess, listening_port
 
 FORMS = {"base64": "object", "npy": "npy"}
 SIZES = {"1.3 MB": (2_000, 64), "25 MB": (46_000, 8)}

@@ -17,8 +17,8 @@ from bench.harness.procfs import resident_mb
 from bench.harness.progress import Show, progress
 from bench.harness.report import Report, Target
 from headpond.errors import RunError
-from headpond.runtime.child_process import ChildProcess
-from headpond.runtime.offload import FILE_THREADS
+from headpond.event_loop.offload import FILE_THREADS
+from headpond.processes.child_process import ChildProcess
 from headpond.tasks.celery_app import CONTENT_TYPE
 
 AT_ONCE = 64

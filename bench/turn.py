@@ -16,7 +16,7 @@ from bench.harness.progress import progress
 from bench.harness.report import Report, median
 from bench.harness.section_timer import FILE
 from bench.rollout_worker import FULL, OURS, QUICK, Case, engine, start
-from headpond.runtime.child_process import ChildProcess
+from headpond.processes.child_process import ChildProcess
 
 ROUNDS = 3
 LATENCY = "constant:0.2"

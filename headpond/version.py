@@ -39,7 +39,9 @@ def release() -> str:
 def refuse_old_run(path: Path, content: Mapping[str, Any]) -> None:
     """Raise if Penstock, as Headpond was called before 0.2.0, wrote this run.json."""
     if {"run", "ledger", "store"} <= content.keys() and "release" not in content:
-        from headpond.errors import RunError  # setup.py runs this module before the package can be imported
+        from headpond.errors import (
+            RunError,  # deploy/build_hooks.py runs this module before the package can be imported
+        )
 
         raise RunError(
             f"{path} was written by Penstock, which is called Headpond since version 0.2.0: finish that run with "

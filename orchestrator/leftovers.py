@@ -24,7 +24,7 @@ from headpond.inspection import run_json
 from headpond.inspection.run_state import is_locked
 from headpond.ledger import queries, schema
 from headpond.orchestrator import run_dir
-from headpond.orchestrator.housekeeping import Reported
+from headpond.orchestrator.duties.housekeeping import Reported
 from headpond.orchestrator.ledger import restore
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.lock import lock_directory

@@ -11,9 +11,9 @@ from typing import IO, Any
 
 import orjson
 
-from headpond import redis_keys
+from headpond.broker import redis_keys
 from headpond.errors import RunLocked
-from headpond.orchestrator.broker import Broker
+from headpond.orchestrator.exchange.redis_connection import Broker
 from headpond.orchestrator.run_dir import explained
 
 logger = logging.getLogger("headpond.lock")

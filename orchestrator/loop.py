@@ -21,25 +21,25 @@ from typing import Any
 from headpond.batches import EncodedRank, read_manifest
 from headpond.config import RunConfig
 from headpond.errors import OtherPlan
-from headpond.orchestrator import crash_points, release
-from headpond.orchestrator.broker import Broker
-from headpond.orchestrator.composer import Composer, Sealer
-from headpond.orchestrator.engine.check import EngineCheck
-from headpond.orchestrator.engine.concurrency import LoadWatch
-from headpond.orchestrator.engine.replicas import ReplicaWatch
-from headpond.orchestrator.engine.weights import WeightUpdates
+from headpond.event_loop.loop_lag import LoopLag
+from headpond.event_loop.offload import in_io_thread
+from headpond.orchestrator import release
+from headpond.orchestrator.duties import crash_points
+from headpond.orchestrator.duties.slices import in_slices
 from headpond.orchestrator.examples.evaluation import Evaluations
 from headpond.orchestrator.examples.retry_requests import RetryRequests
-from headpond.orchestrator.gates import Gates
+from headpond.orchestrator.exchange.gates import Gates
+from headpond.orchestrator.exchange.redis_connection import Broker
+from headpond.orchestrator.exchange.reply_stream import AT_ONCE, ReplyStream
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.ledger.records import START, BatchRecord
+from headpond.orchestrator.ledger.rows import START, BatchRecord
 from headpond.orchestrator.lock import RunLock
 from headpond.orchestrator.pipeline import Pipeline
-from headpond.orchestrator.planner import Planner
+from headpond.orchestrator.planning.composer import Composer, Sealer
+from headpond.orchestrator.planning.planner import Planner
 from headpond.orchestrator.reconciler import Reconciler
 from headpond.orchestrator.release import Releaser, Sweeper
 from headpond.orchestrator.replies import Replies
-from headpond.orchestrator.reply_stream import AT_ONCE, ReplyStream
 from headpond.orchestrator.reporting.endpoint import Endpoint
 from headpond.orchestrator.reporting.evaluations_file import EvaluationsFile
 from headpond.orchestrator.reporting.metrics import LagPoller, Metrics
@@ -47,15 +47,16 @@ from headpond.orchestrator.reporting.next_step import NextStep
 from headpond.orchestrator.reporting.prometheus import RunCollector
 from headpond.orchestrator.reporting.reporter import Reporter, Sources, StatusCallback
 from headpond.orchestrator.reporting.sinks import Sinks
+from headpond.orchestrator.reporting.stall import StallWatch
+from headpond.orchestrator.serving.concurrency import LoadWatch
+from headpond.orchestrator.serving.engine_check import EngineCheck
+from headpond.orchestrator.serving.replica_watch import ReplicaWatch
+from headpond.orchestrator.serving.weight_updates import WeightUpdates
 from headpond.orchestrator.shutdown import Phase, Shutdown, StopRequests
-from headpond.orchestrator.slices import in_slices
-from headpond.orchestrator.stall import StallWatch
 from headpond.orchestrator.submission import Submitter
 from headpond.orchestrator.trainer import Trainer
 from headpond.orchestrator.workforce.attendance import Attendance
 from headpond.orchestrator.workforce.leases import remove_leases
-from headpond.runtime.loop_lag import LoopLag
-from headpond.runtime.offload import in_io_thread
 from headpond.store import open_store
 
 logger = logging.getLogger("headpond.orchestrator")

@@ -13,11 +13,11 @@ from typing import Any
 
 from headpond.config import RunConfig
 from headpond.ledger.states import GroupState, RolloutState
-from headpond.orchestrator.causes import Causes, masking
+from headpond.orchestrator.endings.causes import Causes, masking
 from headpond.orchestrator.examples.evaluation import Evaluations
-from headpond.orchestrator.gates import Gates
+from headpond.orchestrator.exchange.gates import Gates
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.ledger.records import BatchRecord, GroupRecord, JobRecord
+from headpond.orchestrator.ledger.rows import BatchRecord, GroupRecord, JobRecord
 from headpond.orchestrator.stage import Parts, RunStage
 from headpond.orchestrator.stages.advantage import Advantage
 from headpond.orchestrator.stages.batch_phase import BatchPhase

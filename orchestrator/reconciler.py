@@ -12,19 +12,19 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
+from headpond.broker.queues import Queue
 from headpond.config import RunConfig
 from headpond.ids import LeaseId, LeaseValue
 from headpond.ledger.states import GroupState, JobState
-from headpond.orchestrator import envelope
-from headpond.orchestrator.broker import Broker
-from headpond.orchestrator.gates import Gates
+from headpond.orchestrator.duties.slices import in_slices
+from headpond.orchestrator.exchange import envelope
+from headpond.orchestrator.exchange.gates import Gates
+from headpond.orchestrator.exchange.redis_connection import Broker
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.ledger.records import JobRecord
+from headpond.orchestrator.ledger.rows import JobRecord
 from headpond.orchestrator.pipeline import Pipeline
 from headpond.orchestrator.replies import Replies
-from headpond.orchestrator.slices import in_slices
 from headpond.orchestrator.workforce.leases import read_leases
-from headpond.queues import Queue
 from headpond.tasks.stage import GRACE_S
 
 logger = logging.getLogger("headpond.reconciler")

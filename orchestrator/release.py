@@ -13,15 +13,15 @@ from headpond.batches.plan import Format, step_directory
 from headpond.batches.prime_rl_directory import unpublish_prime_rl
 from headpond.config import RunConfig
 from headpond.config.run import Trainer as TrainerSettings
+from headpond.event_loop.offload import in_io_thread
 from headpond.ledger import queries, schema
 from headpond.ledger.queries import RELEASED
 from headpond.ledger.states import UNGENERATED
-from headpond.orchestrator.housekeeping import Reported, delete
+from headpond.orchestrator.duties.housekeeping import Reported, delete
 from headpond.orchestrator.ledger.evaluations import EvaluationRecord, is_open
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.ledger.records import GroupRecord
+from headpond.orchestrator.ledger.rows import GroupRecord
 from headpond.orchestrator.trainer import Trainer, last_released
-from headpond.runtime.offload import in_io_thread
 from headpond.store import BlobRef, Store, open_store
 
 logger = logging.getLogger("headpond.release")

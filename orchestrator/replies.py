@@ -8,8 +8,8 @@ import logging
 from headpond.config import RunConfig
 from headpond.ledger.states import JobState
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.ledger.records import JobRecord
 from headpond.orchestrator.ledger.replica_costs import ReplicaCosts
+from headpond.orchestrator.ledger.rows import JobRecord
 from headpond.orchestrator.pipeline import Pipeline
 from headpond.orchestrator.workforce.attendance import Attendance
 from headpond.tasks.stage import Outcome, Reply

@@ -17,7 +17,7 @@ from headpond.config.redis_address import address
 from headpond.errors import HeadpondError, RunError, RunMismatch, raised_at, text_of
 from headpond.inspection.run_json import read
 from headpond.ledger import schema
-from headpond.orchestrator.housekeeping import Reported
+from headpond.orchestrator.duties.housekeeping import Reported
 from headpond.store import Store, atomic, open_store
 from headpond.store.opening import owner_of, relative_path, run_store_url, stored_url
 from headpond.tasks import inputs

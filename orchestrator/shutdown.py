@@ -11,21 +11,22 @@ from typing import Any
 from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
-from headpond import ids, redis_keys
+from headpond import ids
+from headpond.broker import redis_keys
+from headpond.broker.queues import Queue
 from headpond.config import RunConfig
+from headpond.event_loop.offload import in_io_thread
 from headpond.ids import LeaseId
 from headpond.ledger.states import IN_FLIGHT, GroupState, JobState
-from headpond.orchestrator import envelope
-from headpond.orchestrator.broker import Broker
-from headpond.orchestrator.housekeeping import Reported, delete
+from headpond.orchestrator.duties.housekeeping import Reported, delete
+from headpond.orchestrator.duties.slices import in_slices
+from headpond.orchestrator.exchange import envelope
+from headpond.orchestrator.exchange.redis_connection import Broker
+from headpond.orchestrator.exchange.reply_stream import ReplyStream
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.ledger.records import GroupRecord
-from headpond.orchestrator.reply_stream import ReplyStream
-from headpond.orchestrator.slices import in_slices
+from headpond.orchestrator.ledger.rows import GroupRecord
 from headpond.orchestrator.submission import MESSAGES_AT_ONCE
 from headpond.orchestrator.workforce.leases import LEASES_AT_ONCE, read_leases, remove_leases
-from headpond.queues import Queue
-from headpond.runtime.offload import in_io_thread
 from headpond.store import Store, open_store
 from headpond.tasks import app, inputs
 from headpond.tasks.celery_app import broker_settings

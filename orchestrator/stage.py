@@ -11,11 +11,11 @@ from typing import Any, ClassVar, Generic, TypeVar
 from headpond import ids
 from headpond.config import RunConfig
 from headpond.ledger.states import RolloutState
-from headpond.orchestrator.causes import Causes
-from headpond.orchestrator.gates import Gate, Gates
-from headpond.orchestrator.inputs import group_inputs
+from headpond.orchestrator.endings.causes import Causes
+from headpond.orchestrator.exchange.gates import Gate, Gates
+from headpond.orchestrator.exchange.inputs import group_inputs
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.ledger.records import BatchRecord, GroupRecord, JobRecord
+from headpond.orchestrator.ledger.rows import BatchRecord, GroupRecord, JobRecord
 from headpond.records.wire import Result
 from headpond.tasks import inputs
 from headpond.tasks.inputs import Content

@@ -10,11 +10,15 @@ import sys
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
-from headpond.config import RunConfig, rules, test_hooks
+from headpond.config import RunConfig, named_rules, test_hooks
 from headpond.errors import BatchError, ConfigError, HeadpondError, RunLocked
+from headpond.event_loop import garbage
+from headpond.event_loop.factory import event_loop_factory
+from headpond.event_loop.lag_summaries import redis_publisher
 from headpond.ledger import schema
-from headpond.orchestrator import crash_points, run_dir
-from headpond.orchestrator.broker import Broker
+from headpond.orchestrator import run_dir
+from headpond.orchestrator.duties import crash_points
+from headpond.orchestrator.exchange.redis_connection import Broker
 from headpond.orchestrator.ledger import rebuild
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.lock import RunLock, lock_directory
@@ -25,9 +29,6 @@ from headpond.orchestrator.reporting.reporter import StatusCallback, ignore_stat
 from headpond.orchestrator.shutdown import StopRequests
 from headpond.orchestrator.trainer import trainer_state
 from headpond.orchestrator.workforce import attendance
-from headpond.runtime import garbage
-from headpond.runtime.event_loop import event_loop_factory
-from headpond.runtime.lag_summaries import redis_publisher
 
 logger = logging.getLogger("headpond.orchestrator")
 
@@ -43,7 +44,7 @@ def run(
     crash_points.arm(test_hooks.crash_at(config))
     if not config.environments:
         raise ConfigError('no environment to play: configure [environments.NAME] with use = "..."')
-    batch_phase = rules.check_rules(config)
+    batch_phase = named_rules.check_rules(config)
     schema.refuse_network_file_system(config.ledger_path.parent)
     run_dir.create_directories(config)
     with (

@@ -6,19 +6,20 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+from headpond.broker.queues import Queue
 from headpond.config import RunConfig
+from headpond.event_loop.offload import in_io_thread
 from headpond.ledger.states import JobState
-from headpond.orchestrator import crash_points, envelope
-from headpond.orchestrator.broker import Broker
-from headpond.orchestrator.gates import Gate
-from headpond.orchestrator.housekeeping import Reported, delete
+from headpond.orchestrator.duties import crash_points
+from headpond.orchestrator.duties.housekeeping import Reported, delete
+from headpond.orchestrator.duties.slices import in_slices
+from headpond.orchestrator.exchange import envelope
+from headpond.orchestrator.exchange.gates import Gate
+from headpond.orchestrator.exchange.redis_connection import Broker
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.ledger.records import JobRecord
+from headpond.orchestrator.ledger.rows import JobRecord
 from headpond.orchestrator.pipeline import Pipeline
-from headpond.orchestrator.slices import in_slices
 from headpond.orchestrator.workforce.attendance import Attendance
-from headpond.queues import Queue
-from headpond.runtime.offload import in_io_thread
 from headpond.store import Store, open_store
 from headpond.tasks import inputs
 from headpond.tasks.inputs import Content

@@ -10,12 +10,12 @@ from headpond.batches import RunStatus, TrainerState, read_trainer, write_status
 from headpond.batches.prime_rl_directory import LAYOUTS, accept_broadcasts, read_broadcasts
 from headpond.config import RunConfig
 from headpond.config.run import Trainer as TrainerSettings
-from headpond.engines.control import reload_advice
+from headpond.engines.replicas.control import reload_advice
 from headpond.errors import BatchError, RunError
-from headpond.orchestrator.housekeeping import Reported
+from headpond.event_loop.offload import in_io_thread, to_its_end_in_io_thread
+from headpond.orchestrator.duties.housekeeping import Reported
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.ledger.records import START
-from headpond.runtime.offload import in_io_thread, to_its_end_in_io_thread
+from headpond.orchestrator.ledger.rows import START
 
 AWAITED_S = 5.0  # a run waits less than this for its trainer at every step: not worth reporting
 PUBLISHED = "policy_published"  # key in the ledger

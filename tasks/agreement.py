@@ -16,10 +16,10 @@ from celery import current_task
 from pydantic import Field, ValidationError
 
 from headpond import ids
+from headpond.broker.queues import WorkerKind
 from headpond.config import RunConfig
 from headpond.config.declared import settings_used_by
 from headpond.errors import shortened
-from headpond.queues import WorkerKind
 from headpond.records.wire import WireModel
 from headpond.version import release
 

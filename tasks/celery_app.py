@@ -14,9 +14,9 @@ from celery.signals import celeryd_init
 from kombu.serialization import register
 
 from headpond import config
+from headpond.broker.queues import Queue, WorkerKind
 from headpond.config import redis_address
 from headpond.errors import ConfigError
-from headpond.queues import Queue, WorkerKind
 
 CONTENT_TYPE = "application/x-orjson"
 SOCKET_TIMEOUT_S = 30

@@ -24,15 +24,16 @@ import redis.asyncio
 from celery.exceptions import Terminated
 from redis.exceptions import RedisError
 
-from headpond import ids, redis_keys
+from headpond import ids
+from headpond.broker import redis_keys
+from headpond.broker.queues import WorkerKind
 from headpond.config import RunConfig
 from headpond.errors import BlobUnwritten, EngineUnreachable, HeadpondError, StageError, shortened, text_of
-from headpond.queues import WorkerKind
+from headpond.event_loop.lag_summaries import redis_publisher
+from headpond.event_loop.loop_lag import blocked_place
 from headpond.records.rollout import RolloutResult
 from headpond.records.wire import Result
 from headpond.replica_use import ASKED, ReplicaUse
-from headpond.runtime.lag_summaries import redis_publisher
-from headpond.runtime.loop_lag import blocked_place
 from headpond.tasks.agreement import Identity, identity, message_headers
 from headpond.tasks.celery_app import settings
 from headpond.tasks.leases import LeaseKeeper

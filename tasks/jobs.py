@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from celery import Task
 
+from headpond.broker.queues import Queue, WorkerKind
 from headpond.errors import ConfigError
-from headpond.queues import Queue, WorkerKind
 from headpond.tasks.celery_app import app
 from headpond.tasks.execution import AsyncExecutor, sync_executor
 from headpond.tasks.stage import all_stages

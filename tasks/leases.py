@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import redis
 
-from headpond import redis_keys
+from headpond.broker import redis_keys
 from headpond.ids import LeaseId, LeaseValue
 from headpond.replica_use import URL_CHARACTERS
 

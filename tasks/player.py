@@ -12,13 +12,13 @@ from dataclasses import replace
 
 from headpond.config import RunConfig
 from headpond.config.test_hooks import noop_settings
-from headpond.engines.client import EngineClient
+from headpond.engines.http.client import EngineClient
 from headpond.environments import agent_program, grading
 from headpond.environments.loading import LoadedEnvironment, load_environments
 from headpond.errors import ConfigError, InfrastructureFailure, StageError
+from headpond.event_loop.offload import in_io_thread
 from headpond.playing.agent_sessions import SessionServers
 from headpond.playing.rollout import RolloutStage, open_dialect
-from headpond.runtime.offload import in_io_thread
 from headpond.store import open_store
 from headpond.store.opening import owner_of
 

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator
 
+from headpond.broker.queues import Queue
 from headpond.config import RunConfig
 from headpond.errors import ERROR_CHARACTERS
 from headpond.ids import LeaseId, TaskId
-from headpond.queues import Queue
 from headpond.records.rollout import ReplicaUses
 from headpond.records.wire import Result, WireModel
 from headpond.store import Store, open_store

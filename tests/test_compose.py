@@ -11,15 +11,15 @@ import yaml
 from typer.main import get_command
 
 from headpond import config
+from headpond.broker.queues import Queue
 from headpond.commands.main import app
-from headpond.queues import Queue
 from headpond.store import open_store
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docker-compose.yml").read_text()
 COMPOSE: dict[str, Any] = yaml.safe_load(TEXT)
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
-DOCKERFILE = (ROOT / "Dockerfile").read_text()
+DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
 IGNORE = (ROOT / ".dockerignore").read_text().split("\n")
 RUN = ROOT / "deploy" / "run.toml"
 WORKERS = {"rollout-worker", "compute-worker"}
@@ -157,7 +157,7 @@ def test_the_image_has_every_package_and_nothing_else() -> None:
     assert "*" in IGNORE
     assert included == {
         "headpond", "tasks", "workers", "orchestrator", "examples", "constraints",
-        "pyproject.toml", "setup.py", "README.md", "LICENSE",
+        "pyproject.toml", "deploy/build_hooks.py", "README.md", "LICENSE",
     }  # fmt: skip
     assert all((ROOT / name).exists() for name in included)
 

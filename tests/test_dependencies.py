@@ -14,7 +14,7 @@ PYPROJECT = Path(__file__).parent.parent / "pyproject.toml"
 # What the containers' commands import, and what they load by name only.
 COMMANDS = (
     "headpond.workers.rollouts headpond.workers.compute headpond.commands.main headpond.orchestrator.start "
-    "headpond.demo.engine.server headpond.commands.live"
+    "headpond.demo.scripted_engine.http_server headpond.commands.live"
 )
 BY_NAME = "kombu.transport.redis flower.command uvloop redis.asyncio"
 IMPORTED = """
@@ -35,7 +35,7 @@ for name in sys.argv[2:]:
 LOADED = """
 import sys
 import headpond.orchestrator.start, headpond.orchestrator.ledger.audit, headpond.inspection.status
-rooms = "headpond.environments", "headpond.engines.client", "headpond.engines.response", "headpond.playing"
+rooms = "headpond.environments", "headpond.engines.http", "headpond.engines.responses", "headpond.playing"
 print(*(name for name in sys.modules if name.startswith(rooms)))
 """
 

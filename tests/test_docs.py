@@ -28,7 +28,7 @@ from headpond.batches import Batch, BatchReader, MicroBatch
 from headpond.commands.main import app
 from headpond.config import load
 from headpond.config.engine import EnvironmentSettings
-from headpond.config.rules import check_rules
+from headpond.config.named_rules import check_rules
 from headpond.environments import AgentPolicy, Policy, load_environments
 from headpond.environments.protocol import agent_variables
 from headpond.filters import group_filters, rollout_filters
@@ -69,7 +69,7 @@ RUN_BY = {
     "headpond dashboard": "tests/headpond/servers/dashboard",
     "headpond demo": "tests/headpond/commands/test_demo.py",
     "headpond doctor": "tests/headpond/doctor",
-    "headpond engine": "tests/headpond/demo/engine",
+    "headpond engine": "tests/headpond/demo/scripted_engine",
     "headpond gc": "tests/orchestrator/test_leftovers.py",
     "headpond redo": "tests/headpond/commands/test_redo.py",
     "headpond report": "tests/headpond/servers/dashboard/test_report.py",
@@ -80,9 +80,9 @@ RUN_BY = {
     "python examples/tiny_model.py": "tests/vllm/test_start.py",
     "python examples/trl_": "tests/with_torch/test_trl.py",
     "torchrun": "tests/vllm/test_learning.py",
-    "redis-server": "headpond/runtime/embedded_redis.py",
+    "redis-server": "headpond/processes/embedded_redis.py",
     "python -m vllm.entrypoints.openai.api_server": "tests/vllm",
-    "curl": "tests/headpond/engines/test_documented_commands.py",
+    "curl": "tests/headpond/engines/weights/test_documented_commands.py",
     "make vllm": "tests/vllm",
 }
 """What takes long, or needs Docker: parsed here, and run by this suite or module."""

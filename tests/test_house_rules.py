@@ -54,7 +54,7 @@ def test_no_text_has_a_banned_word() -> None:
 
 
 def test_strings_name_modules_by_their_long_names() -> None:
-    """`orchestrator.composer` and `headpond.orchestrator.composer` are two modules: a patch would miss."""
+    """`orchestrator.composer` and `headpond.orchestrator.planning.composer` are two modules: a patch would miss."""
     short = re.compile(r"""["'](tasks|workers|orchestrator)\.(\w+|\{)[\w.{}]*[:"']|-A["'], ["'](tasks|workers)\b""")
     entries = ROOT / "tests" / "workers" / "test_clone.py"  # starts `celery -A workers.rollouts`
     texts = [(path, path.read_text()) for path in MODULES if path != entries]

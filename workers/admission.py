@@ -17,10 +17,10 @@ from celery.worker.consumer.tasks import Tasks
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from headpond import redis_keys
+from headpond.broker import redis_keys
+from headpond.broker.queues import WorkerKind
 from headpond.config import RunConfig
 from headpond.errors import shortened
-from headpond.queues import WorkerKind
 from headpond.tasks import jobs
 from headpond.tasks.agreement import NODE_CHARACTERS, RESTART, Order, Presence, differences, digest, used_settings
 from headpond.tasks.celery_app import settings

@@ -23,7 +23,7 @@ from celery.worker.state import maybe_shutdown
 from kombu.asynchronous.hub import Hub
 
 from headpond.errors import HeadpondError, RunError
-from headpond.runtime.event_loop import event_loop_factory
+from headpond.event_loop.factory import event_loop_factory
 from headpond.workers import stop_signals
 from headpond.workers.delivery import REVOKED, STOPPING, Delivery, exception_info
 from headpond.workers.hub_calls import HubCalls

@@ -12,7 +12,7 @@ from kombu.exceptions import OperationalError
 from kombu.transport.redis import Transport
 from redis.exceptions import OutOfMemoryError
 
-from headpond.queues import WorkerKind
+from headpond.broker.queues import WorkerKind
 
 NO_RATE_LIMITS = "Headpond's workers have no rate limits: set rollouts.max_in_flight, or -c of the worker"
 FLUSH_EVERY_S = 0.2  # the delay of a monitor; Celery flushes earlier when 24 events are waiting

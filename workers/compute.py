@@ -2,9 +2,9 @@
 
 from celery.signals import worker_init
 
-from headpond.config.rules import import_rules
+from headpond.broker.queues import WorkerKind
+from headpond.config.named_rules import import_rules
 from headpond.errors import ConfigError
-from headpond.queues import WorkerKind
 from headpond.tasks import app
 from headpond.tasks.celery_app import settings
 from headpond.workers.start import set_up

@@ -4,8 +4,9 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
-from headpond.queues import WorkerKind
-from headpond.runtime import descriptors, garbage
+from headpond.broker.queues import WorkerKind
+from headpond.event_loop import garbage
+from headpond.processes import descriptors
 from headpond.tasks import app, jobs
 from headpond.tasks.celery_app import settings
 from headpond.tasks.execution import AsyncExecutor

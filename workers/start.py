@@ -10,10 +10,10 @@ from celery import Celery
 from celery.signals import celeryd_init, worker_ready
 from click.core import ParameterSource
 
+from headpond.broker.queues import Queue, WorkerKind
 from headpond.config import DEFAULT_REDIS_URL
 from headpond.config.test_hooks import HookedRunConfig
-from headpond.queues import Queue, WorkerKind
-from headpond.runtime import privacy
+from headpond.processes import privacy
 from headpond.store import open_store
 from headpond.tasks import agreement, celery_app, noop
 from headpond.tasks.celery_app import settings

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import cast
 
-from headpond.runtime.event_loop import event_loop_factory
+from headpond.event_loop.factory import event_loop_factory
 
 KEY, END, HEAD_END, LENGTH = b'"routed_experts":{"data":"', b'"', b"\r\n\r\n", b"content-length: "
 FIRST_BYTES = 1 << 21

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import sys
 
-from headpond.runtime.event_loop import event_loop_factory
+from headpond.event_loop.factory import event_loop_factory
 
 
 async def serve(size: int) -> None:

@@ -10,9 +10,9 @@ from types import TracebackType
 from typing import Self
 
 from bench.harness.processes import LineProcess
-from headpond.runtime.event_loop import event_loop_factory
-from headpond.runtime.lag_summaries import LagSummary
-from headpond.runtime.loop_lag import LoopLag
+from headpond.event_loop.factory import event_loop_factory
+from headpond.event_loop.lag_summaries import LagSummary
+from headpond.event_loop.loop_lag import LoopLag
 
 INTERVAL_S = 0.005
 """200 Hz, the same for both loops that are compared"""

@@ -14,8 +14,8 @@ import redis
 from celery import Celery
 
 from bench.harness.procfs import cpu_s
-from headpond.runtime.child_process import ChildProcess
-from headpond.runtime.embedded_redis import EmbeddedRedis
+from headpond.processes.child_process import ChildProcess
+from headpond.processes.embedded_redis import EmbeddedRedis
 from headpond.tasks.celery_app import CONTENT_TYPE
 
 START_S = 60.0  # imports of a worker take 2 s, longer on a busy machine

@@ -11,11 +11,11 @@ from typing import Any
 import orjson
 
 from bench.harness.cluster import Cluster
-from headpond import redis_keys
+from headpond.broker import redis_keys
+from headpond.broker.queues import Queue
 from headpond.errors import RunError
 from headpond.ids import OWNER_KEY
-from headpond.orchestrator import envelope
-from headpond.queues import Queue
+from headpond.orchestrator.exchange import envelope
 from headpond.store import open_store
 from headpond.tasks.stages import play
 

@@ -14,7 +14,7 @@ from bench.harness.cluster import Cluster, Run, start_cluster
 from bench.harness.procfs import read_bytes
 from headpond.errors import RunError
 from headpond.orchestrator.ledger.audit import audit
-from headpond.runtime.child_process import ChildProcess
+from headpond.processes.child_process import ChildProcess
 
 RUN_S = 300.0
 GROUP_SIZE = 8

@@ -14,7 +14,7 @@ from typing import Any, Self
 import orjson
 
 from bench.harness.processes import LineProcess
-from headpond.runtime.event_loop import event_loop_factory
+from headpond.event_loop.factory import event_loop_factory
 
 PATHS = {"chat": "/v1/chat/completions", "messages": "/v1/messages", "responses": "/v1/responses"}
 CHARACTERS_A_TURN = 40

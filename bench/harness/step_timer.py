@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from headpond.runtime import event_loop
+from headpond.event_loop import factory
 
 FILE = "steps.json"
 LONG_S = 0.001
@@ -52,7 +52,7 @@ class StepTimer:
                     self._note(cpu_s, names, _names(handle._callback))
 
         asyncio.Handle._run = timed  # pyright: ignore[reportAttributeAccessIssue]
-        event_loop._fastest_loop = lambda: asyncio.SelectorEventLoop  # pyright: ignore[reportPrivateUsage]
+        factory._fastest_loop = lambda: asyncio.SelectorEventLoop  # pyright: ignore[reportPrivateUsage]
         gc.callbacks.append(self._collector)
         atexit.register(self._write)
 

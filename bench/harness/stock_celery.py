@@ -9,7 +9,7 @@ from celery import Celery
 from redis import Redis
 
 from headpond.errors import RunError
-from headpond.runtime.child_process import POLL_S
+from headpond.processes.child_process import POLL_S
 
 app = Celery("stock")
 app.conf.update(task_ignore_result=True, task_acks_late=True, worker_send_task_events=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from headpond.errors import ConfigError
-from headpond.runtime.child_process import ChildProcess
+from headpond.processes.child_process import ChildProcess
 
 PYTHON_VARIABLE, URL_VARIABLE = "HEADPOND_VLLM_PYTHON", "ENGINE_URL"
 START_S = 300.0  # 20 to 60 s on an idle machine; the first start compiles bytecode

@@ -16,9 +16,9 @@ from headpond.advantages.shaping import (
     shape_linearly,
     unshaped,
 )
+from headpond.declarations.named_code import Facts, checked_function, import_attribute, is_custom, lookup, unknown
+from headpond.declarations.sections import Reader, Section, read_by
 from headpond.errors import ConfigError
-from headpond.registry import Facts, checked_function, import_attribute, is_custom, lookup, unknown
-from headpond.sections import Reader, Section, read_by
 
 SHAPINGS = ("none", "tokens", "turns", "linear", "overlong")
 Weight = Annotated[float, Field(ge=0)]

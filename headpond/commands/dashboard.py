@@ -26,12 +26,12 @@ def dashboard(
     Reads run directories only: works during a run, after it, after a crash, and without Redis. The secret of an address
     that is not a loopback one is DASHBOARD_SECRET, or random and part of the printed URL.
     """
-    from headpond.servers.dashboard import server
+    from headpond.servers.dashboard import dashboard
     from headpond.servers.dashboard.run_view import RunView
 
     runs = [RunView(directory, tokenizer, may_begin_later=wait) for directory in run_dirs]
-    settings = server.Settings(host=host, port=port, secret=os.environ.get(SECRET) or None)
-    server.serve(runs, settings, ready=lambda url: print(f"dashboard: {url}", flush=True))
+    settings = dashboard.Settings(host=host, port=port, secret=os.environ.get(SECRET) or None)
+    dashboard.serve(runs, settings, ready=lambda url: print(f"dashboard: {url}", flush=True))
 
 
 def report(

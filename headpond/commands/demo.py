@@ -55,7 +55,7 @@ def _run(config: Path, *, limit_s: float | None, keep: bool, as_json: bool) -> N
     from headpond.commands.demo_summary import collect, reward_facts, summary_facts
     from headpond.commands.interrupts import Interrupts
     from headpond.commands.launcher.local_run import LocalRun, Options
-    from headpond.runtime.privacy import inherited_variables
+    from headpond.processes.privacy import inherited_variables
 
     settings = configuration.load(config, environ={})
     options = Options(

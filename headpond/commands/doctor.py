@@ -27,7 +27,7 @@ def doctor(
     from headpond import config as configuration
     from headpond.commands.examination import examine
     from headpond.doctor.findings import problems
-    from headpond.runtime.event_loop import event_loop_factory
+    from headpond.event_loop.factory import event_loop_factory
 
     settings = configuration.load(config, flags={"engine.urls": engine})
     find_modules(config)

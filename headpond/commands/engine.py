@@ -58,21 +58,21 @@ def engine(
     request, the seed and the weights' version; or, with --model, it is sampled. Weights are a directory with
     weights.json, {"version": N}, and the model's file, which the control endpoints of vLLM and SGLang load.
     """
-    from headpond.demo.engine import server, settings
+    from headpond.demo.scripted_engine import http_server, options
 
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
-    routed_experts = settings.ExpertShape(layers=layers, topk=topk, experts=experts, form=form)
-    server.serve(
-        settings.EngineSettings(
+    routed_experts = options.ExpertShape(layers=layers, topk=topk, experts=experts, form=form)
+    http_server.serve(
+        options.EngineSettings(
             host=host,
             port=port,
             dialect=dialect,
             seed=seed,
             skill=skill,
-            latency_s=settings.Distribution.parse(latency),
-            completion_tokens=settings.Distribution.parse(length),
+            latency_s=options.Distribution.parse(latency),
+            completion_tokens=options.Distribution.parse(length),
             routed_experts=routed_experts,
-            failures=settings.FailureRates.parse(failures),
+            failures=options.FailureRates.parse(failures),
             max_model_len=max_model_len,
             served_model_name=served_model_name,
             logprobs_mode=logprobs_mode,

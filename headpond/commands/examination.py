@@ -5,18 +5,18 @@ from typing import cast
 
 import redis
 
-from headpond import redis_keys
+from headpond.broker import redis_keys
 from headpond.commands.facts import Fact
 from headpond.commands.output import print_facts
 from headpond.config import RunConfig
+from headpond.config.named_rules import check_rules
 from headpond.config.redis_address import address, explain
-from headpond.config.rules import check_rules
-from headpond.doctor.engine import Examination
+from headpond.doctor.examination import Examination
 from headpond.doctor.findings import Finding, Level, note, ok, wrong
 from headpond.environments.loading import load_environments
 from headpond.errors import ConfigError, HeadpondError
+from headpond.event_loop.offload import in_io_thread
 from headpond.inspection.status import open_redis
-from headpond.runtime.offload import in_io_thread
 from headpond.store import open_store
 from headpond.tasks.agreement import Presence, digest, used_settings
 

@@ -16,7 +16,7 @@ from headpond.commands.output import Json, print_result
 from headpond.errors import ConfigError
 
 if TYPE_CHECKING:
-    from headpond.doctor.engine import Examination
+    from headpond.doctor.examination import Examination
 
 START = TEMPLATES / "start"
 TORCH_TRAINER = TEMPLATES / "grpo_torch.py"
@@ -141,8 +141,8 @@ def _examined(url: str, *, loads_weights: bool) -> "Examination":
     import asyncio
 
     from headpond import config
-    from headpond.doctor.engine import Examination
-    from headpond.runtime.event_loop import event_loop_factory
+    from headpond.doctor.examination import Examination
+    from headpond.event_loop.factory import event_loop_factory
 
     flags = {"engine.urls": url, **({"engine.weight_update": "headpond"} if loads_weights else {})}
     examination = Examination(config.load(None, flags=flags, environ={}))

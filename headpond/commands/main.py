@@ -29,7 +29,7 @@ from headpond.commands import (
 from headpond.commands.facts import printable
 from headpond.config.old_names import refuse_old_variables
 from headpond.errors import HeadpondError
-from headpond.runtime.privacy import forbid_inspection
+from headpond.processes.privacy import forbid_inspection
 
 app = typer.Typer(
     no_args_is_help=True,

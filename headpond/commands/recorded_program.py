@@ -14,12 +14,12 @@ from headpond.commands.transcript import transcript
 from headpond.config import RunConfig
 from headpond.environments.protocol import agent_variables
 from headpond.errors import NothingToTrain
+from headpond.event_loop.factory import event_loop_factory
 from headpond.playing.agent_sessions import SessionServers
+from headpond.processes.child_programs import LAUNCHER
+from headpond.processes.privacy import inherited_variables
 from headpond.recording import Sealed
-from headpond.runtime.event_loop import event_loop_factory
-from headpond.runtime.launcher import LAUNCHER
-from headpond.runtime.privacy import inherited_variables
-from headpond.servers.sessions.server import CONCURRENCY, serving
+from headpond.servers.sessions.session_server import CONCURRENCY, serving
 from headpond.store import open_store
 from headpond.store.columns import read_columns
 

@@ -31,7 +31,7 @@ def redis(
     from headpond.commands.launcher.broker import PASSWORD
     from headpond.config.redis_address import address
     from headpond.errors import RunError
-    from headpond.runtime.embedded_redis import EmbeddedRedis
+    from headpond.processes.embedded_redis import EmbeddedRedis
 
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     interrupts = Interrupts()

@@ -23,7 +23,7 @@ from headpond.filters import judge, rollout_filters
 from headpond.ids import GroupId
 from headpond.inspection import run_json
 from headpond.ledger import histories, pages, queries, schema
-from headpond.orchestrator.inputs import batch_rollout, plan_of, values_of
+from headpond.orchestrator.exchange.inputs import batch_rollout, plan_of, values_of
 from headpond.records.inputs import GroupInputs, GroupMember, StepAdvantages
 from headpond.records.rollout import RolloutResult
 from headpond.store import open_store

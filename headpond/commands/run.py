@@ -68,7 +68,7 @@ def _check_engine(config: Path | None, settings: "RunConfig") -> list[str] | Non
 
     from headpond.config.test_hooks import checks_engine
     from headpond.errors import ConfigError
-    from headpond.orchestrator.engine.check import examined
+    from headpond.orchestrator.serving.engine_check import examined
 
     if not checks_engine(settings):
         return None

@@ -42,7 +42,7 @@ def sessions(
     returns the files of the rollout. After a restart on the same port, open sessions continue.
     """
     from headpond import config as configuration
-    from headpond.servers.sessions import server
+    from headpond.servers.sessions import session_server
 
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     flags = {
@@ -62,7 +62,7 @@ def sessions(
     }
     loaded = configuration.load(config, flags=flags, section="sessions")
     if loaded.sessions.processes == 1:
-        server.serve(loaded)
+        session_server.serve(loaded)
     else:
         from headpond.commands.session_processes import supervise
 

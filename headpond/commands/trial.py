@@ -33,7 +33,7 @@ def try_environments(
     import tempfile
 
     from headpond import config as configuration
-    from headpond.runtime.event_loop import event_loop_factory
+    from headpond.event_loop.factory import event_loop_factory
 
     settings = configuration.load(config)
     find_modules(config)

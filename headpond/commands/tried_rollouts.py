@@ -16,13 +16,13 @@ from headpond.commands import facts
 from headpond.commands.facts import Fact
 from headpond.commands.output import print_facts
 from headpond.config import RunConfig
-from headpond.engines.control import UNREACHABLE, EngineControl, WeightLabel
+from headpond.engines.replicas.control import UNREACHABLE, EngineControl, WeightLabel
 from headpond.environments.loading import BUILT_INS, LoadedEnvironment, runs_own_agent
 from headpond.errors import ConfigError, HeadpondError, StageError
+from headpond.event_loop.offload import in_file_thread
 from headpond.ids import GroupId, RolloutId
+from headpond.processes.child_process import ChildProcess, listening_port
 from headpond.records.rollout import RolloutResult
-from headpond.runtime.child_process import ChildProcess, listening_port
-from headpond.runtime.offload import in_file_thread
 from headpond.store import Store, open_store
 from headpond.store.columns import read_columns
 from headpond.tasks.player import Player

@@ -34,7 +34,7 @@ def up(
     once; the same command resumes the run. Nothing is left running, however it ends.
     """
     from headpond import config as configuration
-    from headpond.config.loading import CONFIG_VARIABLE
+    from headpond.config.sources import CONFIG_VARIABLE
 
     settings = configuration.load(config, flags={"run_dir": run_dir, "steps": steps})
     from headpond.commands.interrupts import Interrupts

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from pydantic_core import to_json, to_jsonable_python
 
 from headpond.config.run import RunConfig
-from headpond.sections import Declared, Reader, Section, is_value, table_of
+from headpond.declarations.sections import Declared, Reader, Section, is_value, table_of
 
 SECRET = re.compile(r"(^|[_.])(key|secret|password|passwd|token|credentials?)$", re.IGNORECASE)
 """Names of options whose values are stored and shown as a digest only."""

@@ -16,10 +16,10 @@ from pydantic import (
     model_validator,
 )
 
+from headpond.data import SAMPLERS, UNIFORM, Order
+from headpond.declarations.named_code import is_custom, unknown
+from headpond.declarations.sections import OF_HOST, CommaSeparated, Declared, Fraction, Reader, Section, read_by
 from headpond.records.rollout import SAMPLES_LIMIT
-from headpond.registry import is_custom, unknown
-from headpond.sampling import SAMPLERS, UNIFORM, Order
-from headpond.sections import OF_HOST, CommaSeparated, Declared, Fraction, Reader, Section, read_by
 from headpond.turn import CheckRoutes, RouteFormat
 
 DIALECTS = {

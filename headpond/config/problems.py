@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic_core import ErrorDetails
 
-from headpond.sections import COMMAS, Section, is_value, table_of
+from headpond.declarations.sections import COMMAS, Section, is_value, table_of
 
 Keys = tuple[str, ...]
 Origins = dict[Keys, str]

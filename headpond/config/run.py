@@ -23,11 +23,11 @@ from headpond.config.engine import Engine, EnvironmentName, EnvironmentSettings,
 from headpond.config.problems import Source
 from headpond.config.redis_address import canonical
 from headpond.config.sessions import Sessions
+from headpond.declarations.sections import COMMAS, FIXED, OF_HOST, Declared, Port, Reader, Section, read_by
 from headpond.errors import ConfigError
+from headpond.event_loop.loop_lag import LagTrace, LoopLag, Publish
 from headpond.fields import DTYPES, FieldSource, FieldType, Per, TrainerField
 from headpond.filters import FilterSettings
-from headpond.runtime.loop_lag import LagTrace, LoopLag, Publish
-from headpond.sections import COMMAS, FIXED, OF_HOST, Declared, Port, Reader, Section, read_by
 from headpond.store import open_store
 
 MOST_FIELDS = 32

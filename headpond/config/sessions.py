@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, SecretStr, field_validator, model_validator
 
 from headpond.config.engine import RESERVED
-from headpond.sections import OF_HOST, CommaSeparated, Port, Reader, Section, read_by
+from headpond.declarations.sections import OF_HOST, CommaSeparated, Port, Reader, Section, read_by
 
 ADMINISTRATIVE = re.compile(
     "weight|cache|sleep|wake|flush|lora|profile|abort|pause|resume|continue|memory|shutdown|reset|update|load|admin"

@@ -12,7 +12,7 @@ from pydantic import Field, PositiveInt
 
 from headpond.config.engine import EnvironmentName, EnvironmentSettings
 from headpond.config.run import RunConfig
-from headpond.sections import OF_HOST, Declared, Fraction, Reader, Section
+from headpond.declarations.sections import OF_HOST, Declared, Fraction, Reader, Section
 
 SWITCH = "HEADPOND_TEST_HOOKS"
 NOOP = "noop"

@@ -14,11 +14,11 @@ import orjson
 
 from headpond import config
 from headpond.doctor import probes
-from headpond.doctor.engine import quick
-from headpond.engines.client import EngineClient
+from headpond.doctor.examination import quick
+from headpond.engines.http.client import EngineClient
 from headpond.errors import EngineUnreachable, HeadpondError
+from headpond.event_loop.factory import event_loop_factory
 from headpond.playing.rollout import RolloutStage, open_dialect
-from headpond.runtime.event_loop import event_loop_factory
 from headpond.store import open_store
 
 CHECK_S = 20.0  # for a few short requests, without the start of this process: an engine that takes longer is busy

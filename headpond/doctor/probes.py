@@ -11,13 +11,13 @@ from headpond.batches.manifest import TRUNCATIONS
 from headpond.config.engine import AbsentRoutes, Engine, Policy
 from headpond.doctor.findings import Finding, note, ok, wrong
 from headpond.engines.dialects import dialect_of
-from headpond.engines.sampling import altered_parameters
+from headpond.engines.responses.sampling_parameters import altered_parameters
 from headpond.environments.loading import LoadedEnvironment
 from headpond.environments.protocol import Completion
 from headpond.errors import NothingToTrain, PolicyFailure
+from headpond.event_loop.offload import in_file_thread
 from headpond.ids import GroupId, RolloutId
 from headpond.playing.rollout import Attempt, RolloutStage, play
-from headpond.runtime.offload import in_file_thread
 from headpond.store import open_store
 from headpond.store.columns import Columns, read_columns
 from headpond.store.experts import Experts

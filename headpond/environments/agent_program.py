@@ -14,10 +14,10 @@ from pathlib import Path
 
 from headpond.environments.protocol import AgentPolicy
 from headpond.errors import ConfigError
-from headpond.runtime.cancellation import run_to_completion
-from headpond.runtime.launcher import LAUNCHER
-from headpond.runtime.offload import in_io_thread
-from headpond.runtime.privacy import inherited_variables
+from headpond.event_loop.cancellation import run_to_completion
+from headpond.event_loop.offload import in_io_thread
+from headpond.processes.child_programs import LAUNCHER
+from headpond.processes.privacy import inherited_variables
 from headpond.spans import timed
 
 NICENESS = 10

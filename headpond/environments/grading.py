@@ -23,9 +23,9 @@ from typing import Any, TypeVar, TypeVarTuple
 from headpond.environments.grader_child import MAX_RESULT_BYTES
 from headpond.environments.protocol import Score
 from headpond.errors import InfrastructureFailure, PolicyFailure, StageError
-from headpond.runtime import offload
-from headpond.runtime.cancellation import run_to_completion
-from headpond.runtime.privacy import inherited_variables
+from headpond.event_loop import offload
+from headpond.event_loop.cancellation import run_to_completion
+from headpond.processes.privacy import inherited_variables
 from headpond.spans import timed
 
 Ts = TypeVarTuple("Ts")

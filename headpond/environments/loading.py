@@ -9,9 +9,9 @@ from typing import Any, cast, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from headpond.config.engine import EnvironmentCode, EnvironmentSettings
+from headpond.declarations.named_code import import_attribute, is_custom, lookup
 from headpond.environments.protocol import Closes, Environment, ScoresGroups
 from headpond.errors import ConfigError, StageError, error_boundary
-from headpond.registry import import_attribute, is_custom, lookup
 
 BUILT_INS = {
     "arithmetic": "headpond.environments.builtin.arithmetic:Arithmetic",

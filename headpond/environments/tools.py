@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 
 from headpond.environments.protocol import Completion, ToolCall
 from headpond.errors import ConfigError, HeadpondError, raised_at
-from headpond.runtime.offload import in_io_thread
+from headpond.event_loop.offload import in_io_thread
 from headpond.spans import timed
 from headpond.turn import Message
 

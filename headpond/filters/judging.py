@@ -11,6 +11,8 @@ from typing import Annotated, Any, Generic, TypeVar
 import numpy as np
 from pydantic import Field, model_validator
 
+from headpond.declarations.named_code import checked_function, import_attribute
+from headpond.declarations.sections import Reader, Section, read_by
 from headpond.errors import ConfigError, StageError, described, error_boundary
 from headpond.filters.rules import (
     Difficulty,
@@ -25,8 +27,6 @@ from headpond.filters.rules import (
     Stale,
     ZeroVariance,
 )
-from headpond.registry import checked_function, import_attribute
-from headpond.sections import Reader, Section, read_by
 
 BUILT_IN = ("gibberish", "repetition", "overlong", "stale", "zero_variance", "difficulty")
 FilterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,32}$")]

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
+from headpond.declarations.sections import Reader, Section, read_by
 from headpond.errors import StageError
-from headpond.sections import Reader, Section, read_by
 from headpond.turn import HIT_MAX_TOKENS
 
 REPETITION = "repetition"

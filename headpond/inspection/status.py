@@ -11,15 +11,15 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from headpond import redis_keys
+from headpond.broker import redis_keys
+from headpond.broker.queues import Queue
 from headpond.config.redis_address import address, explain
 from headpond.errors import LedgerError
+from headpond.event_loop import lag_summaries
 from headpond.ids import LeaseId, LeaseValue
 from headpond.inspection import run_json
 from headpond.inspection.run_state import State, last_status, owns_redis, state_of, status_age_s, why_idle
 from headpond.ledger import queries, schema
-from headpond.queues import Queue
-from headpond.runtime import lag_summaries
 
 REDIS_TIMEOUT_S = 2.0
 FULL_BYTES = 1 << 20

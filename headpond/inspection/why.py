@@ -14,16 +14,16 @@ from typing import Any
 
 import redis
 
-from headpond import redis_keys
 from headpond.batches.signals import last_signal_at, read_trainer
+from headpond.broker import redis_keys
+from headpond.broker.queues import WorkerKind
 from headpond.errors import BatchError, LedgerError, RunError
+from headpond.event_loop.loop_lag import blocked_cause
 from headpond.ids import LeaseId, LeaseValue, RolloutId
 from headpond.inspection import run_json, up_file
 from headpond.inspection.run_state import State, owns_redis
 from headpond.inspection.status import full_disks, open_redis, status
 from headpond.ledger import histories, queries, schema
-from headpond.queues import WorkerKind
-from headpond.runtime.loop_lag import blocked_cause
 
 LATE_S = 4.0  # a status comes every second
 ANSWER_S = 1.0  # for an engine; one that is busy still accepts the connection

@@ -14,8 +14,7 @@ import msgspec
 import orjson
 
 from headpond.config.sessions import Sessions
-from headpond.engines.replicas import Replica, Replicas
-from headpond.environments.posted_scores import NOTHING_POSTED, PostedScore
+from headpond.engines.replicas.selection import Replica, Replicas
 from headpond.errors import (
     UNWRITTEN,
     BlobUnwritten,
@@ -24,8 +23,9 @@ from headpond.errors import (
     NothingToTrain,
     Upstream,
 )
+from headpond.event_loop.cancellation import run_to_completion
+from headpond.playing.posted_scores import NOTHING_POSTED, PostedScore
 from headpond.recording import Sealed
-from headpond.runtime.cancellation import run_to_completion
 from headpond.spans import TimedSpan
 
 logger = logging.getLogger("headpond.playing")

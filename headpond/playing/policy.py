@@ -17,8 +17,12 @@ import xxhash
 from msgspec import structs
 
 from headpond.config.engine import RESERVED, Policy
-from headpond.engines.client import EngineClient, Request, Response
-from headpond.engines.continuation import (
+from headpond.engines.dialects import Dialect, Prompt
+from headpond.engines.dialects.base import AsyncRenderer
+from headpond.engines.http.client import EngineClient, Request, Response
+from headpond.engines.http.transport import SESSION_HEADER
+from headpond.engines.replicas.selection import Replica, Replicas
+from headpond.engines.responses.continuation import (
     MAX_CONTINUATIONS,
     can_continue,
     continued_prompt,
@@ -26,13 +30,9 @@ from headpond.engines.continuation import (
     open_sample_of,
     remaining,
 )
-from headpond.engines.dialects import Dialect, Prompt
-from headpond.engines.dialects.base import AsyncRenderer
-from headpond.engines.replicas import Replica, Replicas
-from headpond.engines.response import KEEP, RequestInfo, read_turn
-from headpond.engines.sampling import altered_sampling
-from headpond.engines.transport import SESSION_HEADER
-from headpond.engines.weight_labels import START_VERSION, WeightLabel
+from headpond.engines.responses.response import KEEP, RequestInfo, read_turn
+from headpond.engines.responses.sampling_parameters import altered_sampling
+from headpond.engines.weights.labels import START_VERSION, WeightLabel
 from headpond.environments.protocol import Completion
 from headpond.errors import (
     BadRequest,

@@ -19,11 +19,10 @@ from headpond.batches.manifest import AGENT_CHARACTERS
 from headpond.config import RunConfig
 from headpond.config.engine import Policy
 from headpond.config.sessions import Sessions
-from headpond.engines.client import EngineClient
 from headpond.engines.dialects import Dialect, dialect_of
-from headpond.engines.replicas import NO_ORDERS, Orders
+from headpond.engines.http.client import EngineClient
+from headpond.engines.replicas.selection import NO_ORDERS, Orders
 from headpond.environments.loading import LoadedEnvironment
-from headpond.environments.posted_scores import completed
 from headpond.environments.protocol import AgentPolicy, PlayedRollout, Score, ScoresGroups, checked_score
 from headpond.errors import (
     BlobError,
@@ -36,14 +35,15 @@ from headpond.errors import (
     in_own_task,
     shortened,
 )
+from headpond.event_loop.cancellation import run_to_completion
+from headpond.event_loop.offload import in_file_thread, in_io_thread
 from headpond.fields import FieldValues, TrainerField
 from headpond.playing.agent_sessions import SessionServers
 from headpond.playing.policy import RecordedPolicy
+from headpond.playing.posted_scores import completed
 from headpond.recording import Echo, Mode, Sealed, Session, SessionSettings
 from headpond.records.rollout import AGENTS_LIMIT, POLICY_ERROR_CHARACTERS, RolloutResult
 from headpond.renderers import PooledRenderer, RendererKey, RendererPools
-from headpond.runtime.cancellation import run_to_completion
-from headpond.runtime.offload import in_file_thread, in_io_thread
 from headpond.spans import TimedSpan, collected, timed
 from headpond.store import Store
 from headpond.store.columns import read_columns

@@ -15,6 +15,8 @@ import numpy as np
 import orjson
 
 from headpond.errors import Busy, ContextFull, Invariant, NotFound, NothingToTrain
+from headpond.event_loop.cancellation import run_to_completion
+from headpond.event_loop.offload import in_file_thread
 from headpond.fields import NO_FIELDS, FieldValues
 from headpond.recording.arrivals import BUSY, Arrivals, Claim, RecordedRequests, UnseenTurns
 from headpond.recording.conversation import (
@@ -32,8 +34,6 @@ from headpond.recording.sample_tree import SampleTree, sample_tree
 from headpond.recording.samples import Samples
 from headpond.recording.spool import SessionSettings, Spool
 from headpond.recording.turn_log import LogEntry
-from headpond.runtime.cancellation import run_to_completion
-from headpond.runtime.offload import in_file_thread
 from headpond.spans import TimedSpan
 from headpond.store import Store
 from headpond.turn import ANY_FORMAT, Ids, Message, RouteFormat, Rows, SaidVersion, Turn, TurnMetadata

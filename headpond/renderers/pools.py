@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from headpond.errors import HeadpondError
+from headpond.event_loop.offload import cores, in_io_thread
 from headpond.renderers.bytes_chatml import BytesChatmlRenderer
 from headpond.renderers.process_renderer import ProcessRenderer
 from headpond.renderers.protocol import NO_VALUES, NextTurn, Renderer, TemplateValues, Tools, next_prompt
-from headpond.runtime.offload import cores, in_io_thread
 from headpond.turn import Ids
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from headpond.errors import BadRequest, HeadpondError, InfrastructureFailure
+from headpond.processes import privacy
 from headpond.renderers.protocol import NO_IDS, NO_VALUES, TemplateValues, Tools
-from headpond.runtime import privacy
 from headpond.turn import Ids, Message
 
 # Building takes 0.3-4 s, encoding a million tokens about 3 s. A child that takes longer than these hangs.

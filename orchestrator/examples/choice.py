@@ -13,11 +13,11 @@ import math
 import orjson
 
 from headpond.config import RunConfig
+from headpond.data import UNIFORM, Order, example_at
 from headpond.errors import RunError
 from headpond.orchestrator.examples.poison import Poison
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.ledger.records import Value
-from headpond.sampling import UNIFORM, Order, example_at
+from headpond.orchestrator.ledger.rows import Value
 
 
 class Examples:

@@ -20,7 +20,7 @@ from headpond.ledger.states import JobState
 from headpond.orchestrator.examples.evaluation_values import kept, values
 from headpond.orchestrator.ledger.evaluations import ClosedEvaluation, EvaluationRecord, EvaluationRollout
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.ledger.records import EVALUATION_STAGES, JobRecord
+from headpond.orchestrator.ledger.rows import EVALUATION_STAGES, JobRecord
 from headpond.records.inputs import GroupInputs, GroupMember
 from headpond.records.rollout import RolloutResult
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from headpond.orchestrator.ledger.evaluations import EvaluationRecord
-from headpond.orchestrator.ledger.records import SOLVED
+from headpond.orchestrator.ledger.rows import SOLVED
 from headpond.records.rollout import RolloutResult
 
 NAMES_MOST = 64  # of the environment's own rewards and metrics

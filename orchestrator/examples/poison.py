@@ -17,7 +17,7 @@ import orjson
 from headpond.config import RunConfig
 from headpond.errors import shortened
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.ledger.records import GroupRecord, Value
+from headpond.orchestrator.ledger.rows import GroupRecord, Value
 
 logger = logging.getLogger("headpond.poison")
 

@@ -7,11 +7,11 @@ from typing import Any
 import orjson
 
 from headpond.config import RunConfig
+from headpond.event_loop.offload import in_io_thread
 from headpond.inspection.dead import FOLDER, RETRIED
+from headpond.orchestrator.duties.housekeeping import Reported
 from headpond.orchestrator.examples.poison import Poison
-from headpond.orchestrator.housekeeping import Reported
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.runtime.offload import in_io_thread
 
 logger = logging.getLogger("headpond.orchestrator")
 

@@ -22,7 +22,7 @@ from headpond.inspection import run_json
 from headpond.ledger import evaluations, queries, schema
 from headpond.ledger.states import RolloutState
 from headpond.orchestrator import run_dir
-from headpond.orchestrator.housekeeping import Reported
+from headpond.orchestrator.duties.housekeeping import Reported
 from headpond.store import BlobRef, Store, open_store
 
 SHOWN_MOST = 20  # of any one kind of problem

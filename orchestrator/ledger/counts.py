@@ -4,7 +4,7 @@ from collections import Counter
 
 from headpond.ledger.queries import DIED
 from headpond.ledger.states import RolloutState
-from headpond.orchestrator.ledger.records import JobRecord, Row
+from headpond.orchestrator.ledger.rows import JobRecord, Row
 
 CAUSES_MOST = 200
 """Causes of death that are told apart; further ones count as OTHER_CAUSES, so that texts cannot fill the ledger."""

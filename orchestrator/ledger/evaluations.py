@@ -10,7 +10,7 @@ import orjson
 from headpond import ids
 from headpond.ledger import evaluations as queries
 from headpond.ledger.evaluations import EvaluationState, PlayState
-from headpond.orchestrator.ledger.records import BatchRecord, GroupRecord, JobRecord, RolloutRecord, Row
+from headpond.orchestrator.ledger.rows import BatchRecord, GroupRecord, JobRecord, RolloutRecord, Row
 from headpond.records.rollout import RolloutResult
 
 

@@ -21,7 +21,7 @@ from headpond.ledger.states import FINISHED, UNGENERATED, BatchState, GroupState
 from headpond.orchestrator.ledger import restore
 from headpond.orchestrator.ledger.counts import Counts
 from headpond.orchestrator.ledger.evaluations import AnyRecord, EvaluationRecord
-from headpond.orchestrator.ledger.records import (
+from headpond.orchestrator.ledger.rows import (
     ADVANTAGES,
     ESTIMATOR_STATE,
     OPEN_CREDIT,

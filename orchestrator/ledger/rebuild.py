@@ -17,7 +17,7 @@ from headpond.ledger.archive import archive
 from headpond.ledger.schema import STATEMENTS, open_for_writing
 from headpond.ledger.states import BatchState, GroupState, RolloutState
 from headpond.orchestrator.ledger.audit import files_of
-from headpond.orchestrator.ledger.records import ESTIMATOR_STATE, BatchRecord, GroupRecord, RolloutRecord, Row
+from headpond.orchestrator.ledger.rows import ESTIMATOR_STATE, BatchRecord, GroupRecord, RolloutRecord, Row
 from headpond.records.rollout import RolloutResult
 from headpond.store import Store, atomic, open_store
 

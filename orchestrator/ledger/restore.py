@@ -12,7 +12,7 @@ from headpond.ledger import queries, schema
 from headpond.ledger.archive import execution_text
 from headpond.ledger.states import GroupState, JobState, RolloutState
 from headpond.orchestrator.ledger.evaluations import EvaluationRecord, read_open
-from headpond.orchestrator.ledger.records import (
+from headpond.orchestrator.ledger.rows import (
     ADVANTAGES,
     OPEN_CREDIT,
     OPEN_STATES,

@@ -20,7 +20,7 @@ from pathlib import Path
 from headpond.errors import LedgerError
 from headpond.ledger.archive import archive, has_closing, prune
 from headpond.ledger.schema import STATEMENTS, open_for_writing
-from headpond.orchestrator.ledger.records import Row
+from headpond.orchestrator.ledger.rows import Row
 
 logger = logging.getLogger("headpond.ledger")
 

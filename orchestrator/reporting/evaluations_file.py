@@ -8,13 +8,13 @@ import os
 from pathlib import Path
 
 from headpond.config import RunConfig
+from headpond.event_loop.offload import to_its_end_in_io_thread
 from headpond.ledger import schema
 from headpond.ledger.evaluations import results_after
+from headpond.orchestrator.duties.housekeeping import Reported
 from headpond.orchestrator.examples.evaluation import FINISHED
-from headpond.orchestrator.housekeeping import Reported
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.reporting.metrics import last_line
-from headpond.runtime.offload import to_its_end_in_io_thread
 
 FILE_NAME = "evaluations.jsonl"
 EVERY_S = 1.0

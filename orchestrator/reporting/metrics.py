@@ -17,17 +17,17 @@ import orjson
 from headpond.batches import EncodedRank, read_manifest
 from headpond.config import RunConfig
 from headpond.errors import BlobError
+from headpond.event_loop.lag_summaries import LagSummary, read_summaries_async
+from headpond.event_loop.loop_lag import LoopLag
+from headpond.event_loop.offload import in_io_thread
 from headpond.ledger.states import RolloutState
-from headpond.orchestrator.broker import Broker
+from headpond.orchestrator.duties.housekeeping import Reported
 from headpond.orchestrator.examples import evaluation
-from headpond.orchestrator.housekeeping import Reported
+from headpond.orchestrator.exchange.redis_connection import Broker
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.ledger.records import BatchRecord
 from headpond.orchestrator.ledger.replica_costs import LOST, SECONDS, TOKENS
+from headpond.orchestrator.ledger.rows import BatchRecord
 from headpond.orchestrator.reporting import step_metrics
-from headpond.runtime.lag_summaries import LagSummary, read_summaries_async
-from headpond.runtime.loop_lag import LoopLag
-from headpond.runtime.offload import in_io_thread
 from headpond.store import Store, open_store
 
 FILE_NAME = "metrics.jsonl"

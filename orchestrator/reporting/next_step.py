@@ -13,9 +13,9 @@ from headpond.config import RunConfig
 from headpond.ids import group_job
 from headpond.ledger.states import FINISHED, GroupState, JobState
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.ledger.records import GroupRecord, JobRecord
+from headpond.orchestrator.ledger.rows import GroupRecord, JobRecord
 from headpond.orchestrator.pipeline import Pipeline
-from headpond.orchestrator.quotas import quotas
+from headpond.orchestrator.planning.quotas import quotas
 from headpond.orchestrator.reconciler import Reconciler
 from headpond.orchestrator.trainer import Trainer
 

@@ -9,12 +9,12 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from headpond.event_loop.lag_summaries import LagSummary
+from headpond.event_loop.loop_lag import LoopLag
 from headpond.ledger.states import RolloutState
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.replica_costs import LOST, SECONDS, TOKENS
 from headpond.orchestrator.reporting.metrics import LagPoller, Metrics, counters
-from headpond.runtime.lag_summaries import LagSummary
-from headpond.runtime.loop_lag import LoopLag
 
 PROCESSES_MOST = 64  # those with the worst lag
 QUANTILES = {"0.5": "median_s", "0.9": "p90_s", "0.99": "p99_s", "1": "max_s"}

@@ -10,18 +10,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from headpond.broker.queues import Queue, WorkerKind
 from headpond.config import RunConfig
+from headpond.event_loop.loop_lag import LoopLag
+from headpond.event_loop.offload import to_its_end_in_io_thread
 from headpond.ledger.queries import balance
 from headpond.ledger.states import JobState, RolloutState
 from headpond.orchestrator import run_dir
-from headpond.orchestrator.broker import Broker
-from headpond.orchestrator.housekeeping import Reported
+from headpond.orchestrator.duties.housekeeping import Reported
+from headpond.orchestrator.exchange.redis_connection import Broker
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.reconciler import Running, Snapshot
 from headpond.orchestrator.reporting.metrics import LagPoller
-from headpond.queues import Queue, WorkerKind
-from headpond.runtime.loop_lag import LoopLag
-from headpond.runtime.offload import to_its_end_in_io_thread
 
 logger = logging.getLogger("headpond.orchestrator")
 

@@ -13,14 +13,14 @@ from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import AsyncIterator
 
 from headpond.config import RunConfig
-from headpond.runtime.privacy import inherited_variables
+from headpond.processes.privacy import inherited_variables
 
 logger = logging.getLogger("headpond.sinks")
 
 RETRY_S = 60.0
 FINISH_S = 20.0  # for the last lines, when the run ends
 WORDS_MOST = 600  # of its last words, in a note
-MODULE = "headpond.runtime.metrics_sinks"
+MODULE = "headpond.orchestrator.reporting.sink_process"
 
 
 class Sinks:

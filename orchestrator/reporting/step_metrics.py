@@ -8,11 +8,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from headpond.batches import EncodedRank, Manifest
+from headpond.event_loop.lag_summaries import LagSummary
 from headpond.ledger.states import RolloutState
-from headpond.orchestrator.ledger.records import GroupRecord, RolloutRecord
 from headpond.orchestrator.ledger.replica_costs import LOST, SECONDS, TOKENS, slow_tokens
+from headpond.orchestrator.ledger.rows import GroupRecord, RolloutRecord
 from headpond.records.rollout import RolloutResult
-from headpond.runtime.lag_summaries import LagSummary
 
 Values = dict[str, float]
 Counts = Mapping[str, float]

@@ -2,7 +2,7 @@
 
 from headpond.batches.credit import credit_key
 from headpond.ledger.states import RolloutState
-from headpond.orchestrator.ledger.records import GroupRecord, JobRecord
+from headpond.orchestrator.ledger.rows import GroupRecord, JobRecord
 from headpond.orchestrator.stage import GroupStage
 from headpond.tasks.stages import advantage
 

@@ -4,14 +4,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from headpond.errors import BlobError, RunError, StageError, sentence
+from headpond.event_loop.offload import in_io_thread
 from headpond.ledger.states import JobState
-from headpond.orchestrator import crash_points
-from headpond.orchestrator.housekeeping import delete
-from headpond.orchestrator.inputs import step_values
-from headpond.orchestrator.ledger.records import ESTIMATOR_STATE, BatchRecord, JobRecord
+from headpond.orchestrator.duties import crash_points
+from headpond.orchestrator.duties.housekeeping import delete
+from headpond.orchestrator.exchange.inputs import step_values
+from headpond.orchestrator.ledger.rows import ESTIMATOR_STATE, BatchRecord, JobRecord
 from headpond.orchestrator.stage import Parts, StepStage
 from headpond.records.inputs import StepAdvantages, StepValues
-from headpond.runtime.offload import in_io_thread
 from headpond.store import open_store
 from headpond.tasks import inputs
 from headpond.tasks.stages import batch_phase

@@ -1,6 +1,6 @@
 """Draw: a sampler draws examples in advance, so that planning never waits for it. Its state is in the ledger:
 
-sampler:NAME     its state after the last draw, text that only `headpond.sampling` reads
+sampler:NAME     its state after the last draw, text that only `headpond.data` reads
 drawing:NAME     what the open draw was asked for, JSON: a repeated attempt is asked for the same; None without one
 history:NAME:K   the group that ended as number N, at K = N % HISTORY_MOST; `history:NAME` counts them, and the
                  sampler has received those before `told:NAME`
@@ -13,12 +13,12 @@ from typing import Any
 import orjson
 
 from headpond import ids
+from headpond.data import PlayedGroup
+from headpond.data.order import key
 from headpond.errors import RunError, sentence
 from headpond.orchestrator.examples.choice import Examples
-from headpond.orchestrator.ledger.records import GroupRecord, JobRecord
+from headpond.orchestrator.ledger.rows import GroupRecord, JobRecord
 from headpond.orchestrator.stage import Parts, RunStage
-from headpond.sampling import PlayedGroup
-from headpond.sampling.order import key
 from headpond.tasks import inputs
 from headpond.tasks.stage import Reply
 from headpond.tasks.stages import draw

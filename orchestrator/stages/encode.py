@@ -4,11 +4,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from headpond.batches import BatchPlan
+from headpond.event_loop.offload import in_io_thread
 from headpond.ids import EncodeJobId
-from headpond.orchestrator.inputs import batch_plan
-from headpond.orchestrator.ledger.records import BatchRecord, JobRecord
+from headpond.orchestrator.exchange.inputs import batch_plan
+from headpond.orchestrator.ledger.rows import BatchRecord, JobRecord
 from headpond.orchestrator.stage import StepStage
-from headpond.runtime.offload import in_io_thread
 from headpond.tasks import inputs
 from headpond.tasks.stages import encode
 

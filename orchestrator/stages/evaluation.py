@@ -7,7 +7,7 @@ from typing import Any
 
 from headpond.ids import RolloutId
 from headpond.orchestrator.examples.evaluation import EVALUATION, EVALUATION_SCORE, Evaluations
-from headpond.orchestrator.ledger.records import JobRecord
+from headpond.orchestrator.ledger.rows import JobRecord
 from headpond.orchestrator.stage import Parts, RunStage
 from headpond.orchestrator.stages.play import Play
 from headpond.records.inputs import GroupInputs

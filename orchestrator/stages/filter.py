@@ -1,7 +1,7 @@
 """Filter: the verdicts of the token filters on a group's rollouts."""
 
 from headpond.ledger.states import RolloutState
-from headpond.orchestrator.ledger.records import GroupRecord
+from headpond.orchestrator.ledger.rows import GroupRecord
 from headpond.orchestrator.stage import GroupStage
 from headpond.tasks.stages import filter as filtering
 

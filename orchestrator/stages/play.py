@@ -4,11 +4,11 @@ from typing import Any
 
 from headpond import ids
 from headpond.ledger.states import UNGENERATED, GroupState, JobState, RolloutState
-from headpond.orchestrator.causes import CANCELLED, TOO_SMALL
+from headpond.orchestrator.endings.causes import CANCELLED, TOO_SMALL
+from headpond.orchestrator.endings.staleness import Staleness
 from headpond.orchestrator.examples.poison import Poison
-from headpond.orchestrator.ledger.records import GroupRecord, JobRecord, RolloutRecord
+from headpond.orchestrator.ledger.rows import GroupRecord, JobRecord, RolloutRecord
 from headpond.orchestrator.stage import GroupStage, Parts
-from headpond.orchestrator.staleness import Staleness
 from headpond.records.rollout import RolloutResult
 from headpond.tasks.stage import Reply
 from headpond.tasks.stages import play

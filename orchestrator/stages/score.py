@@ -1,7 +1,7 @@
 """Score: the rewards of a group, if its environment scores whole groups."""
 
 from headpond.ledger.states import RolloutState
-from headpond.orchestrator.ledger.records import GroupRecord, JobRecord
+from headpond.orchestrator.ledger.rows import GroupRecord, JobRecord
 from headpond.orchestrator.stage import GroupStage
 from headpond.tasks.stages import score
 

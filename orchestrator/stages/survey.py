@@ -2,7 +2,7 @@
 
 from headpond import ids
 from headpond.errors import RunError, sentence
-from headpond.orchestrator.ledger.records import JobRecord
+from headpond.orchestrator.ledger.rows import JobRecord
 from headpond.orchestrator.stage import RunStage
 from headpond.tasks.stage import Reply
 from headpond.tasks.stages import survey

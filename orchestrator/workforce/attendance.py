@@ -11,14 +11,14 @@ from typing import Any
 
 import orjson
 
-from headpond import redis_keys
+from headpond.broker import redis_keys
+from headpond.broker.queues import WorkerKind
 from headpond.config import RunConfig
 from headpond.errors import shortened
-from headpond.orchestrator.broker import Broker
-from headpond.orchestrator.ledger.records import JobRecord
+from headpond.event_loop.loop_lag import blocked_cause
+from headpond.orchestrator.exchange.redis_connection import Broker
+from headpond.orchestrator.ledger.rows import JobRecord
 from headpond.orchestrator.workforce.quarantine import Peer, Quarantine, Standing
-from headpond.queues import WorkerKind
-from headpond.runtime.loop_lag import blocked_cause
 from headpond.tasks.agreement import RESTART, Order, Presence, digest, used_settings
 from headpond.tasks.stage import Outcome, Reply
 

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from headpond import redis_keys
-from headpond.orchestrator.broker import Broker
-from headpond.orchestrator.slices import in_slices
+from headpond.broker import redis_keys
+from headpond.orchestrator.duties.slices import in_slices
+from headpond.orchestrator.exchange.redis_connection import Broker
 
 LEASES_AT_ONCE = 500  # about 1 ms
 

@@ -6,10 +6,10 @@ from pydantic import FiniteFloat
 from headpond.advantages import Floats, GroupValues, TurnValues, group_phase, resolve
 from headpond.advantages.values import named_rewards, named_values
 from headpond.batches.credit import Credit, credit_key, write_credit
+from headpond.broker.queues import Queue
 from headpond.config import RunConfig
 from headpond.filters import GroupRewards, group_filters, judge_group
 from headpond.ids import LeaseId
-from headpond.queues import Queue
 from headpond.records.inputs import GroupInputs
 from headpond.records.rollout import RolloutResult
 from headpond.records.wire import Result

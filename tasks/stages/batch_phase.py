@@ -7,9 +7,9 @@ import numpy as np
 from headpond.advantages import BatchValues, TurnValues, batch_phase, resolve
 from headpond.advantages.values import named_rewards, named_values
 from headpond.batches.credit import Credit, StepCredit, read_credit, write_credit
+from headpond.broker.queues import Queue
 from headpond.config import RunConfig
 from headpond.ids import LeaseId
-from headpond.queues import Queue
 from headpond.records.inputs import StepAdvantages, StepValues
 from headpond.records.wire import Result
 from headpond.store import Store

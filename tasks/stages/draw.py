@@ -4,11 +4,11 @@ from typing import Annotated
 
 from pydantic import Field
 
+from headpond.broker.queues import Queue
+from headpond.data import STATE_LIMIT_BYTES, PlayedGroup
+from headpond.data import draw as draw_examples
 from headpond.errors import StageError
-from headpond.queues import Queue
 from headpond.records.wire import Result, WireModel
-from headpond.sampling import STATE_LIMIT_BYTES, PlayedGroup
-from headpond.sampling import draw as draw_examples
 from headpond.tasks import inputs
 from headpond.tasks.stage import Call, PlanMessage, Stage, Subject
 
@@ -38,7 +38,7 @@ class DrawResult(Result):
     examples: Annotated[tuple[int, ...], Field(max_length=DRAWN_LIMIT)]
     """none: the data has ended"""
     state: Annotated[str, Field(max_length=STATE_LIMIT_BYTES)]
-    """the sampler's state after this draw: JSON text that only `headpond.sampling` reads"""
+    """the sampler's state after this draw: JSON text that only `headpond.data` reads"""
 
 
 def draw(call: Call[DrawMessage]) -> DrawResult:

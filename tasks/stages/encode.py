@@ -9,8 +9,8 @@ from headpond.batches import BatchPlan, BatchRollout, EncodedRank
 from headpond.batches.credit import read_credit
 from headpond.batches.plan import step_directory
 from headpond.batches.writer import encode_rank
+from headpond.broker.queues import Queue
 from headpond.errors import BlobCorrupt, BlobMissing
-from headpond.queues import Queue
 from headpond.records.wire import Result
 from headpond.store import Store
 from headpond.store.base import is_key

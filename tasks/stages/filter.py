@@ -2,10 +2,10 @@
 
 import logging
 
+from headpond.broker.queues import Queue
 from headpond.config.engine import AbsentRoutes
 from headpond.errors import BlobCorrupt, BlobMissing
 from headpond.filters import RolloutTokens, Verdict, count_matches, judge, rollout_filters
-from headpond.queues import Queue
 from headpond.records.inputs import GroupInputs
 from headpond.records.rollout import RolloutResult
 from headpond.records.wire import Result

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from headpond.queues import Queue
+from headpond.broker.queues import Queue
 from headpond.records.rollout import RolloutResult
 from headpond.tasks.stage import Call, Message, Stage, Subject
 
@@ -36,7 +36,7 @@ async def play(call: Call[PlayMessage]) -> RolloutResult:
 async def play_in(
     player: "Player", environment: "LoadedEnvironment", message: PlayMessage, execution: str
 ) -> RolloutResult:
-    from headpond.engines.replicas import Orders
+    from headpond.engines.replicas.selection import Orders
     from headpond.playing.rollout import Attempt
     from headpond.playing.rollout import play as play_rollout
 

@@ -5,11 +5,11 @@ from typing import Annotated
 
 from pydantic import Field, FiniteFloat
 
-from headpond.queues import Queue
+from headpond.broker.queues import Queue
+from headpond.event_loop.offload import in_io_thread
 from headpond.records.inputs import GroupInputs
 from headpond.records.rollout import REWARDS_LIMIT, Name
 from headpond.records.wire import Result
-from headpond.runtime.offload import in_io_thread
 from headpond.tasks import inputs
 from headpond.tasks.stage import Call, PlanMessage, Stage, Subject
 

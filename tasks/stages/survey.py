@@ -1,6 +1,6 @@
 """Survey: the number of an environment's examples, which only workers can count. One job per start of the run."""
 
-from headpond.queues import Queue
+from headpond.broker.queues import Queue
 from headpond.records.wire import Result
 from headpond.tasks.stage import Call, Message, Stage, Subject
 

@@ -19,7 +19,7 @@ from headpond.config import RunConfig
 from headpond.errors import RunLocked
 from headpond.ids import rollout_directory
 from headpond.orchestrator import run_dir
-from headpond.orchestrator.inputs import batch_plan
+from headpond.orchestrator.exchange.inputs import batch_plan
 from headpond.orchestrator.ledger.audit import audit
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.leftovers import OLD_SESSIONS, OTHER_RUNS, RELEASED_STEPS, UNNAMED, collect

@@ -7,14 +7,14 @@ import pytest
 from support.ledgers import admitted, configured
 
 from headpond.config import RunConfig
-from headpond.engines.control import Load
-from headpond.orchestrator.broker import Broker
+from headpond.engines.replicas.control import Load
+from headpond.event_loop.lag_summaries import redis_publisher
+from headpond.orchestrator.exchange.redis_connection import Broker
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.lock import RunLock
 from headpond.orchestrator.loop import PROCESS, Orchestrator
 from headpond.orchestrator.reporting.reporter import ignore_status
 from headpond.orchestrator.shutdown import StopRequests
-from headpond.runtime.lag_summaries import redis_publisher
 
 
 def orchestrating(config: RunConfig, ledger: Ledger, broker: Broker) -> Orchestrator:

@@ -7,7 +7,7 @@ from support.ledgers import configured, generated, pipeline_of, replies_of, repl
 
 from headpond.ledger.states import GroupState
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.ledger.records import GroupRecord
+from headpond.orchestrator.ledger.rows import GroupRecord
 from headpond.orchestrator.pipeline import Pipeline
 from headpond.orchestrator.stage import GroupStage, Parts
 from headpond.records.wire import Result

@@ -10,18 +10,18 @@ import pytest
 from support.ledgers import configured, pipeline_of, replies_of, submitted
 from support.waiting import Clock
 
-from headpond import redis_keys
+from headpond.broker import redis_keys
+from headpond.broker.queues import Queue
 from headpond.config import RunConfig
 from headpond.ledger.states import GroupState, JobState, RolloutState
-from headpond.orchestrator.broker import Broker
-from headpond.orchestrator.gates import Gates
+from headpond.orchestrator.exchange.gates import Gates
+from headpond.orchestrator.exchange.redis_connection import Broker
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.ledger.records import GroupRecord, JobRecord
+from headpond.orchestrator.ledger.rows import GroupRecord, JobRecord
 from headpond.orchestrator.reconciler import Findings, Reconciler, Snapshot
 from headpond.orchestrator.workforce.leases import LEASES_AT_ONCE, read_leases, remove_leases
-from headpond.queues import Queue
+from headpond.processes.embedded_redis import EmbeddedRedis
 from headpond.records.rollout import RolloutResult
-from headpond.runtime.embedded_redis import EmbeddedRedis
 from headpond.tasks.stage import GRACE_S, Outcome
 
 RUN = "run"

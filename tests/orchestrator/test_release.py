@@ -20,9 +20,9 @@ from headpond.ledger import queries, schema
 from headpond.ledger.archive import has_closing
 from headpond.ledger.states import GroupState, JobState, RolloutState
 from headpond.orchestrator import release, run_dir
-from headpond.orchestrator.inputs import batch_plan
+from headpond.orchestrator.exchange.inputs import batch_plan
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.ledger.records import BatchRecord, RolloutRecord
+from headpond.orchestrator.ledger.rows import BatchRecord, RolloutRecord
 from headpond.orchestrator.release import Releaser, Sweeper, releasable, release_step
 from headpond.orchestrator.trainer import Trainer
 from headpond.records.rollout import RolloutResult

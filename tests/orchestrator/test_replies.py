@@ -10,10 +10,10 @@ from support.ledgers import configured, pipeline_of, replies_of, reply_to, submi
 
 from headpond.errors import RunError
 from headpond.ledger.states import GroupState, JobState, RolloutState
-from headpond.orchestrator.gates import Gates
+from headpond.orchestrator.exchange.gates import Gates
 from headpond.orchestrator.ledger import restore
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.ledger.records import GroupRecord, JobRecord
+from headpond.orchestrator.ledger.rows import GroupRecord, JobRecord
 from headpond.records.rollout import RolloutResult
 from headpond.store import BlobRef
 from headpond.tasks.stage import Outcome

@@ -10,10 +10,10 @@ from support.ledgers import admitted, configured, encoded, pipeline_of
 from headpond.config import RunConfig
 from headpond.errors import OtherPlan, RunError
 from headpond.ledger.states import JobState, RolloutState
-from headpond.orchestrator.composer import Composer, Sealer
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.ledger.records import BatchRecord
-from headpond.orchestrator.planner import Planner
+from headpond.orchestrator.ledger.rows import BatchRecord
+from headpond.orchestrator.planning.composer import Composer, Sealer
+from headpond.orchestrator.planning.planner import Planner
 from headpond.orchestrator.trainer import Trainer
 from headpond.tasks.stages.encode import EncodeResult
 

@@ -10,17 +10,17 @@ import pytest
 from support.ledgers import admitted, configured, replies_of, reply_to, submitted
 from support.waiting import HANG_S, wait_until_async
 
-from headpond import redis_keys
+from headpond.broker import redis_keys
+from headpond.broker.queues import Queue
 from headpond.ledger.states import GroupState, JobState
 from headpond.orchestrator import shutdown
-from headpond.orchestrator.broker import Broker
+from headpond.orchestrator.exchange.redis_connection import Broker
+from headpond.orchestrator.exchange.reply_stream import ReplyStream
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.reply_stream import ReplyStream
 from headpond.orchestrator.shutdown import Shutdown
 from headpond.orchestrator.submission import MESSAGES_AT_ONCE
-from headpond.queues import Queue
+from headpond.processes.embedded_redis import EmbeddedRedis
 from headpond.records.rollout import RolloutResult
-from headpond.runtime.embedded_redis import EmbeddedRedis
 
 
 async def revoke(url: str, ledger: Ledger, directory: Path, *, times: int = 1) -> None:

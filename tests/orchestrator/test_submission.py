@@ -9,13 +9,13 @@ from typing import Any
 from support.ledgers import admitted, configured, generated, pipeline_of, replies_of, reply_to, unattended
 from support.waiting import Clock
 
+from headpond.broker.queues import Queue
 from headpond.ledger.states import JobState
-from headpond.orchestrator.broker import Broker
-from headpond.orchestrator.gates import Gates
+from headpond.orchestrator.exchange.gates import Gates
+from headpond.orchestrator.exchange.redis_connection import Broker
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.submission import AT_ONCE, Submitter
-from headpond.queues import Queue
-from headpond.runtime.embedded_redis import EmbeddedRedis
+from headpond.processes.embedded_redis import EmbeddedRedis
 from headpond.tasks.stage import Outcome
 from headpond.tasks.stages.filter import FilterResult
 

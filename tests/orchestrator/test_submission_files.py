@@ -9,7 +9,7 @@ from support.stores import directory_store
 
 from headpond.ledger.states import RolloutState
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.ledger.records import JobRecord
+from headpond.orchestrator.ledger.rows import JobRecord
 from headpond.orchestrator.submission import FORGOTTEN_AT_ONCE, InputFiles
 from headpond.records.inputs import GroupInputs
 from headpond.tasks import inputs

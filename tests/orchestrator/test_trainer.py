@@ -19,7 +19,7 @@ from headpond.batches.signals import (
 from headpond.errors import RunError
 from headpond.orchestrator import trainer as trainer_module
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.ledger.records import START
+from headpond.orchestrator.ledger.rows import START
 from headpond.orchestrator.trainer import Trainer
 
 

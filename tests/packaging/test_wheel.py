@@ -73,7 +73,7 @@ def test_a_source_distribution_builds_the_same_wheel(tree: Path, wheel: Path, tm
         sources.extractall(tmp_path / "sources", filter="data")
     [unpacked] = (tmp_path / "sources").iterdir()
     assert not [link for link in LINKS if (unpacked / link).is_symlink()], "a link could point to nothing"
-    assert {path.name for path in unpacked.iterdir() if path.is_dir()} == {"headpond", "headpond.egg-info"}
+    assert {path.name for path in unpacked.iterdir() if path.is_dir()} == {"deploy", "headpond", "headpond.egg-info"}
     again, _ = build(unpacked, tmp_path / "again")
     assert names(again) == names(wheel)
 

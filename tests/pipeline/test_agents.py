@@ -23,8 +23,8 @@ from support.waiting import wait_until, wait_until_async
 
 from headpond.config.engine import Engine, Policy
 from headpond.config.sessions import Sessions
-from headpond.engines.client import EngineClient
 from headpond.engines.dialects import dialect_of
+from headpond.engines.http.client import EngineClient
 from headpond.environments import AgentPolicy, run_program
 from headpond.environments.agent_program import NICENESS
 from headpond.environments.builtin.arithmetic_program import AGENT

@@ -18,7 +18,7 @@ from support.engine_process import EngineProcess, write_weights
 from support.waiting import wait_until
 
 from headpond.batches import BatchReader, MicroBatch
-from headpond.demo.engine.generation import FILLER, shifted
+from headpond.demo.scripted_engine.generation import FILLER, shifted
 from headpond.renderers import bytes_chatml
 
 FILLER_TEXT = bytes_chatml.decode(FILLER)

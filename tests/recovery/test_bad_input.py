@@ -16,7 +16,7 @@ from support.waiting import wait_until
 from headpond.errors import LedgerError
 from headpond.ledger import schema
 from headpond.ledger.schema import SCHEMA_VERSION
-from headpond.runtime.embedded_redis import EmbeddedRedis
+from headpond.processes.embedded_redis import EmbeddedRedis
 
 PASSWORD = "hunter2/#?"
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 import pytest
 from support.cluster import Cluster, cluster_in
 
-from headpond import redis_keys
 from headpond.batches.signals import read_status
+from headpond.broker import redis_keys
+from headpond.data import example_at
 from headpond.inspection.run_json import read
-from headpond.sampling import example_at
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ import pytest
 from support.cluster import Cluster, cluster_in
 from support.waiting import wait_until
 
-from headpond import redis_keys
 from headpond.batches.signals import read_status
-from headpond.orchestrator.crash_points import POINTS
+from headpond.broker import redis_keys
+from headpond.orchestrator.duties.crash_points import POINTS
 
 
 @pytest.fixture(scope="module")

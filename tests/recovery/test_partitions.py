@@ -11,7 +11,7 @@ from support.cluster import Cluster, Process, cluster_in
 from support.partitions import Direction, Link, Links, NetworkNamespace, links, network_namespace
 from support.waiting import wait_until
 
-from headpond import redis_keys
+from headpond.broker import redis_keys
 from headpond.ids import LeaseId
 
 

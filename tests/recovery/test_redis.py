@@ -9,7 +9,7 @@ from support.cluster import Cluster, cluster_in
 from support.redis_proxy import watched_port
 from support.waiting import wait_until
 
-from headpond import redis_keys
+from headpond.broker import redis_keys
 
 
 def busy(cluster: Cluster) -> None:

@@ -15,7 +15,7 @@ from support.cluster import cluster_in
 from support.redis_proxy import HOST, Authority, tls_port, unix_socket
 
 from headpond.config import RunConfig
-from headpond.runtime.embedded_redis import EmbeddedRedis
+from headpond.processes.embedded_redis import EmbeddedRedis
 from headpond.tasks.celery_app import broker_settings
 
 USER, PASSWORD = "ada@home", "hunter2/#?@%: "

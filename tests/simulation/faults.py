@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from headpond import ids, redis_keys
-from headpond.orchestrator import crash_points
-from headpond.queues import Queue, WorkerKind
+from headpond import ids
+from headpond.broker import redis_keys
+from headpond.broker.queues import Queue, WorkerKind
+from headpond.orchestrator.duties import crash_points
 from headpond.records.rollout import RolloutResult
 from headpond.store import BlobRef
 from headpond.tasks.stage import Outcome, Reply

@@ -5,16 +5,16 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from headpond import redis_keys
 from headpond.batches import Manifest, read_manifests
 from headpond.batches.manifest import manifest_key
+from headpond.broker import redis_keys
+from headpond.broker.queues import Queue
 from headpond.ledger import queries, schema
-from headpond.orchestrator import envelope
+from headpond.orchestrator.exchange import envelope
 from headpond.orchestrator.ledger.audit import audit
-from headpond.orchestrator.ledger.records import JobRecord
+from headpond.orchestrator.ledger.rows import JobRecord
 from headpond.orchestrator.leftovers import OTHER_RUNS, collect
 from headpond.orchestrator.release import named_files
-from headpond.queues import Queue
 from headpond.store.columns import read_columns
 from simulation.faults import OTHER_RUN
 from simulation.workers import length_of, reward_of

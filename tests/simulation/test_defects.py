@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from headpond.orchestrator import release, submission
-from headpond.orchestrator.composer import Composer
-from headpond.orchestrator.housekeeping import Reported
+from headpond.orchestrator.duties.housekeeping import Reported
+from headpond.orchestrator.exchange.reply_stream import ReplyStream
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.planner import Planner
+from headpond.orchestrator.planning.composer import Composer
+from headpond.orchestrator.planning.planner import Planner
 from headpond.orchestrator.reconciler import Findings, Reconciler, Snapshot
-from headpond.orchestrator.reply_stream import ReplyStream
 from headpond.tasks.stage import Reply
 from simulation.faults import drawn
 from simulation.playing import play

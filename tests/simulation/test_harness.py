@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from headpond import redis_keys
-from headpond.queues import WorkerKind
+from headpond.broker import redis_keys
+from headpond.broker.queues import WorkerKind
 from simulation.loop import Killed, Process, SimulatedLoop
 from simulation.playing import play, replay_command
 from simulation.workers import SimulatedWorker

@@ -11,8 +11,8 @@ import redis.asyncio
 from redis.exceptions import OutOfMemoryError, ResponseError
 
 from headpond.orchestrator import lock
-from headpond.orchestrator.reply_stream import _entries
-from headpond.runtime.embedded_redis import EmbeddedRedis
+from headpond.orchestrator.exchange.reply_stream import _entries
+from headpond.processes.embedded_redis import EmbeddedRedis
 from simulation.redis_stand_in import Client, Server
 
 Command = Callable[[Any], Awaitable[Any]]

@@ -1,4 +1,4 @@
-"""Threads on the simulated clock: the ledger's writer thread and the pools of `runtime/offload.py`.
+"""Threads on the simulated clock: the ledger's writer thread and the pools of `event_loop/offload.py`.
 
 A `SimulatedThread` is a real thread that runs only while the loop's thread waits for it, so that one of them runs at a
 time and every interleaving follows from the seed. It lasts until it blocks on a `SimulatedQueue` or a `SimulatedEvent`.

@@ -16,13 +16,14 @@ import orjson
 import xxhash
 from redis.exceptions import RedisError
 
-from headpond import ids, redis_keys
+from headpond import ids
+from headpond.broker import redis_keys
+from headpond.broker.queues import WorkerKind
 from headpond.config import RunConfig
 from headpond.errors import EngineUnreachable, InfrastructureFailure
-from headpond.queues import WorkerKind
+from headpond.event_loop.offload import in_io_thread
 from headpond.records.inputs import GroupInputs
 from headpond.records.rollout import RolloutResult
-from headpond.runtime.offload import in_io_thread
 from headpond.store import BlobRef, Store, open_store
 from headpond.store.columns import Columns, TurnTable, write_columns
 from headpond.store.experts import Chunk, seal_experts

@@ -21,17 +21,18 @@ from unittest import mock
 
 import numpy as np
 
-from headpond import redis_keys
 from headpond.advantages import ESTIMATORS
 from headpond.batches import read_manifests
+from headpond.broker import redis_keys
+from headpond.broker.queues import WorkerKind
 from headpond.config import RunConfig
 from headpond.errors import HeadpondError, IllegalTransition
-from headpond.orchestrator import crash_points, lock, loop, release, run_dir, shutdown, start
-from headpond.orchestrator.broker import Broker
+from headpond.event_loop import offload
+from headpond.orchestrator import lock, loop, release, run_dir, shutdown, start
+from headpond.orchestrator.duties import crash_points
+from headpond.orchestrator.exchange.redis_connection import Broker
 from headpond.orchestrator.ledger import writer
 from headpond.orchestrator.ledger.audit import Scope, audit
-from headpond.queues import WorkerKind
-from headpond.runtime import offload
 from headpond.store import open_store
 from headpond.store.files import FileStore
 from headpond.tasks import agreement

@@ -13,12 +13,12 @@ from typing import Any
 
 import redis
 
-from headpond import redis_keys
+from headpond.broker import redis_keys
 from headpond.config import test_hooks
 from headpond.inspection.run_json import ledger_path
 from headpond.ledger.schema import reading
 from headpond.orchestrator.ledger.audit import audit
-from headpond.runtime.embedded_redis import EmbeddedRedis
+from headpond.processes.embedded_redis import EmbeddedRedis
 from support.forked_programs import Forked, is_program
 from support.waiting import HANG_S, wait_until
 

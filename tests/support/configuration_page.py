@@ -22,7 +22,7 @@ from pydantic_core import PydanticUndefined
 
 from headpond.config.declared import declarations
 from headpond.config.run import RunConfig
-from headpond.sections import Section, is_value, table_of
+from headpond.declarations.sections import Section, is_value, table_of
 
 HEAD = """\
 # Configuration

@@ -8,7 +8,7 @@ import numpy as np
 import xxhash
 from msgspec import structs
 
-from headpond.engines.cuts import longest_in_ids
+from headpond.engines.responses.cuts import longest_in_ids
 from headpond.recording import Prepared, Session, SessionSettings
 from headpond.store.files import FileStore
 from headpond.turn import Fingerprint, Ids, Logprobs, OpenSample, RouteFormat, Routes, Turn, TurnMetadata, VersionSpan

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from headpond.config.engine import Engine, Policy
-from headpond.engines.client import EngineClient
 from headpond.engines.dialects import dialect_of
+from headpond.engines.http.client import EngineClient
 from headpond.environments.loading import LoadedEnvironment
+from headpond.event_loop.factory import event_loop_factory
 from headpond.fields import TrainerField
 from headpond.playing.rollout import Attempt, RolloutStage
 from headpond.renderers import PooledRenderer, RendererKey, RendererPools
-from headpond.runtime.event_loop import event_loop_factory
 from support.stores import directory_store
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from headpond.config.engine import Engine
 from headpond.engines.dialects import load_dialect
-from headpond.engines.response import RequestInfo
+from headpond.engines.responses.response import RequestInfo
 
 DIALECTS = ("vllm", "sglang", "generate")
 FORMS = ("object", "npy", "bare")

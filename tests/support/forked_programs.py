@@ -25,8 +25,8 @@ PRELOADED = [
     "headpond.orchestrator.loop",
     "headpond.orchestrator.start",
     "headpond.playing.rollout",
-    "headpond.demo.engine.server",
-    "headpond.servers.sessions.server",
+    "headpond.demo.scripted_engine.http_server",
+    "headpond.servers.sessions.session_server",
     "uvloop",
 ]
 PROGRAMS = ("headpond", "celery")

@@ -5,12 +5,12 @@ from typing import Any
 from headpond.batches import EncodedRank
 from headpond.config import RunConfig
 from headpond.ledger.states import GroupState, JobState, RolloutState
-from headpond.orchestrator.broker import Broker
 from headpond.orchestrator.examples.evaluation import Evaluations
-from headpond.orchestrator.gates import Gates
-from headpond.orchestrator.inputs import batch_plan
+from headpond.orchestrator.exchange.gates import Gates
+from headpond.orchestrator.exchange.inputs import batch_plan
+from headpond.orchestrator.exchange.redis_connection import Broker
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.ledger.records import BatchRecord, GroupRecord
+from headpond.orchestrator.ledger.rows import BatchRecord, GroupRecord
 from headpond.orchestrator.pipeline import Pipeline
 from headpond.orchestrator.replies import Replies
 from headpond.orchestrator.workforce.attendance import Attendance

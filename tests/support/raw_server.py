@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from headpond.engines.transport import NAME_HEADER
+from headpond.engines.http.transport import NAME_HEADER
 
 Answer = Callable[[socket.socket, bytes, str], None]
 """Gets a connection, the body of a request and its name; sends what it likes."""

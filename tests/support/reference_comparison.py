@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from headpond.engines.dialects.base import without_routes
-from headpond.engines.response import read_turn
+from headpond.engines.responses.response import read_turn
 from headpond.errors import Upstream
 from headpond.turn import CheckRoutes, Fingerprint, OpenSample, RouteFormat, Turn
 from support import strict_reference as reference

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from headpond.runtime.launcher import LAUNCHER
+from headpond.processes.child_programs import LAUNCHER
 
 SIZE_BYTES = 8 << 20
 LARGE_BYTES = 1 << 16  # above a status and a log of a short run, below a ledger's log of one

@@ -16,8 +16,8 @@ import numpy as np
 from aiohttp import web
 from multidict import CIMultiDict
 
-from headpond.engines.load import METRICS_PATH
-from headpond.engines.transport import NAME_HEADER
+from headpond.engines.http.transport import NAME_HEADER
+from headpond.engines.replicas.load import METRICS_PATH
 from headpond.renderers import NextTurn
 from headpond.turn import Ids, Message
 from support.conversations import ROLES, rows_of

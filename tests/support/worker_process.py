@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from headpond.runtime.launcher import LAUNCHER
+from headpond.processes.child_programs import LAUNCHER
 from support.waiting import HANG_S, wait_until
 
 ROOT = Path(__file__).parents[2]

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from headpond import redis_keys
+from headpond.broker import redis_keys
 from headpond.errors import ERROR_CHARACTERS, BlobUnwritten, EngineUnreachable, InfrastructureFailure, PolicyFailure
-from headpond.runtime.embedded_redis import EmbeddedRedis
+from headpond.processes.embedded_redis import EmbeddedRedis
 from headpond.tasks.agreement import FAILED_BY_HEADER, SETTINGS_HEADER, Identity, headers
 from headpond.tasks.execution import PIPELINE_WRITES, EncodedReply, Execution, Outbox, write_lease
 from headpond.tasks.stage import Outcome, PlanMessage, Reply, all_stages

@@ -6,8 +6,8 @@ import pytest
 import redis
 from support.waiting import wait_until
 
-from headpond import redis_keys
-from headpond.runtime.embedded_redis import EmbeddedRedis
+from headpond.broker import redis_keys
+from headpond.processes.embedded_redis import EmbeddedRedis
 from headpond.tasks.leases import LeaseKeeper
 
 

@@ -14,12 +14,12 @@ from celery.exceptions import Terminated
 from support.engine_clients import run
 from support.waiting import HANG_S, wait_until
 
-from headpond import redis_keys
+from headpond.broker import redis_keys
 from headpond.config import RunConfig
 from headpond.errors import EngineUnreachable
+from headpond.processes.embedded_redis import EmbeddedRedis
 from headpond.records.rollout import RolloutResult
 from headpond.replica_use import ReplicaUse
-from headpond.runtime.embedded_redis import EmbeddedRedis
 from headpond.tasks import execution
 from headpond.tasks.execution import AsyncExecutor, SyncExecutor, WorkerStopping
 from headpond.tasks.stage import Outcome, PlanMessage, Reply, Stage, all_stages

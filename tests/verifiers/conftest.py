@@ -14,13 +14,13 @@ from support.stores import directory_store
 
 from headpond.config.engine import Engine, Policy
 from headpond.config.sessions import Sessions
-from headpond.engines.client import EngineClient
 from headpond.engines.dialects import dialect_of
+from headpond.engines.http.client import EngineClient
 from headpond.environments.verifiers import Verifiers
+from headpond.event_loop.factory import event_loop_factory
 from headpond.playing.agent_sessions import SessionServers
 from headpond.playing.rollout import RolloutStage, play
 from headpond.records.rollout import RolloutResult
-from headpond.runtime.event_loop import event_loop_factory
 
 T = TypeVar("T")
 HERE = Path(__file__).parent

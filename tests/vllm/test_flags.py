@@ -10,7 +10,7 @@ from support.vllm_playing import RUN, Table
 from support.vllm_server import VllmServer
 
 from headpond.config.engine import Engine
-from headpond.engines.control import EngineControl
+from headpond.engines.replicas.control import EngineControl
 from headpond.errors import InfrastructureFailure
 
 pytestmark = pytest.mark.slow

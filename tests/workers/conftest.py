@@ -11,7 +11,7 @@ import redis
 from support.waiting import wait_until
 from support.worker_process import WorkerProcess
 
-from headpond.runtime.embedded_redis import EmbeddedRedis
+from headpond.processes.embedded_redis import EmbeddedRedis
 from tests.workers.pool_app import app
 
 StartWorker = Callable[..., WorkerProcess]

@@ -5,7 +5,7 @@ import pytest
 from kombu.asynchronous.hub import Hub
 from support.waiting import wait_until
 
-from headpond.runtime.event_loop import event_loop_factory
+from headpond.event_loop.factory import event_loop_factory
 from headpond.workers.hub_calls import HubCalls
 from headpond.workers.loop_thread import LoopThread
 

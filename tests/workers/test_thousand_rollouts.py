@@ -7,10 +7,10 @@ import pytest
 from support.cluster import Cluster, Process, cluster_in
 from support.waiting import wait_until
 
-from headpond import redis_keys
-from headpond.orchestrator import envelope
-from headpond.queues import Queue
-from headpond.runtime.lag_summaries import read_summaries
+from headpond.broker import redis_keys
+from headpond.broker.queues import Queue
+from headpond.event_loop.lag_summaries import read_summaries
+from headpond.orchestrator.exchange import envelope
 from headpond.tasks.stages import play
 
 ROLLOUTS = 1000

@@ -7,13 +7,13 @@ from urllib.parse import quote, urlsplit, urlunsplit
 
 import redis
 
-from headpond import redis_keys
+from headpond.broker import redis_keys
 from headpond.config import RunConfig
 from headpond.config.redis_address import address, explain, has_password
 from headpond.errors import ConfigError, RunError
 from headpond.inspection import run_json
 from headpond.inspection.status import open_redis
-from headpond.runtime.embedded_redis import EmbeddedRedis
+from headpond.processes.embedded_redis import EmbeddedRedis
 
 PASSWORD = "REDIS_PASSWORD"  # noqa: S105 - the name of a variable, which is that of docker-compose.yml too
 DATABASES = 16  # that a Redis has by default

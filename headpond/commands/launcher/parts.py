@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from headpond.broker.queues import WorkerKind
 from headpond.config import RunConfig
 from headpond.errors import ConfigError
 from headpond.inspection.why import why_silent
-from headpond.queues import WorkerKind
 
 LISTENING = re.compile(r"action=sessions_ready url=(http://\S+)")
 ANSWER_S = 0.5  # of a server on this machine, which is asked whether it is there

@@ -5,7 +5,7 @@ import socket
 from pathlib import Path
 
 from headpond.errors import RunError
-from headpond.runtime.embedded_redis import HOST, PORT_TRIES, PORTS, system_random
+from headpond.processes.embedded_redis import HOST, PORT_TRIES, PORTS, system_random
 
 
 def kept_port(path: Path) -> int:

@@ -12,8 +12,8 @@ from pathlib import Path
 from headpond.commands.launcher.parts import Part
 from headpond.errors import RunError
 from headpond.inspection.status import full_disk
-from headpond.runtime.child_process import ChildProcess, Guard
-from headpond.runtime.privacy import PREFIX
+from headpond.processes.child_process import ChildProcess, Guard
+from headpond.processes.privacy import PREFIX
 
 logger = logging.getLogger("headpond.up")
 

@@ -7,6 +7,7 @@ import inspect
 from typing import Any
 
 from headpond.config.engine import DIALECTS, Engine
+from headpond.declarations.named_code import Facts, checked_function, import_attribute
 from headpond.engines.dialects.base import (
     ABSENT,
     AsyncRenderer,
@@ -20,9 +21,8 @@ from headpond.engines.dialects.base import (
     read_message,
     read_part,
 )
-from headpond.engines.dialects.control_calls import Call, ControlCalls
+from headpond.engines.weights.control_calls import Call, ControlCalls
 from headpond.errors import ConfigError, error_boundary
-from headpond.registry import Facts, checked_function, import_attribute
 
 __all__ = [
     "ABSENT",

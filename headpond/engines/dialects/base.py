@@ -11,7 +11,7 @@ import numpy as np
 import orjson
 
 from headpond.config.engine import Engine
-from headpond.engines.dialects.control_calls import ControlCalls
+from headpond.engines.weights.control_calls import ControlCalls
 from headpond.errors import BadRequest, HeadpondError, StageError, Upstream, raised_at, text_of
 from headpond.renderers.protocol import NO_VALUES, NextTurn, TemplateValues, Tools
 from headpond.turn import Body, Ids, Logprobs, Message, Turn, VersionSpan, ids_text
@@ -75,7 +75,7 @@ class ResponseFields(msgspec.Struct, frozen=True, kw_only=True):
     prompt_ids: msgspec.Raw = ABSENT
     """A JSON list. If absent, the ids of the request are used."""
     routed_experts: msgspec.Raw = ABSENT
-    """In any form that `headpond.engines.routed_experts` reads."""
+    """In any form that `headpond.engines.responses.routed_experts` reads."""
     sampling_mask: msgspec.Raw = ABSENT
     """A JSON list of lists: for each completion token, the ids that it was drawn from."""
     message: bytes | None = None

@@ -8,7 +8,7 @@ from headpond.environments.protocol import AgentPolicy, Score
 from headpond.environments.verifiers.verifiers_process import VerifiersProcess
 from headpond.environments.verifiers.wire import EpisodeResult, Outcome, Settings
 from headpond.errors import ConfigError, EngineUnreachable, InfrastructureFailure, PolicyFailure, StageError
-from headpond.runtime.offload import in_io_thread
+from headpond.event_loop.offload import in_io_thread
 
 FAILURES = {
     Outcome.POLICY: PolicyFailure,

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headpond.engines.dialects.base import CONTEXT_LIMIT
-from headpond.engines.transport import UNREACHABLE
+from headpond.engines.http.transport import UNREACHABLE
 from headpond.environments.verifiers.wire import EpisodeResult, Outcome
 
 # Texts of the session server's refusals when the policy has reached a limit.

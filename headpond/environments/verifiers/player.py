@@ -17,8 +17,8 @@ from headpond.environments.verifiers.episode_results import episode_result
 from headpond.environments.verifiers.verifiers_process import kill_programs_of_ended_episodes
 from headpond.environments.verifiers.wire import EpisodeRequest, EpisodeResult, Outcome, Settings
 from headpond.errors import ConfigError, StageError
-from headpond.runtime.cancellation import run_to_completion
-from headpond.runtime.offload import in_io_thread
+from headpond.event_loop.cancellation import run_to_completion
+from headpond.event_loop.offload import in_io_thread
 
 LOCAL_RUNTIME = {"type": "subprocess"}
 # One interception server serves all rollouts of the process: the package's pools are for tunnels.

@@ -33,8 +33,8 @@ from headpond.environments.verifiers.wire import (
     worker_message_decoder,
 )
 from headpond.errors import ConfigError, HeadpondError, error_boundary
-from headpond.runtime.event_loop import event_loop_factory
-from headpond.runtime.loop_lag import LagTrace, LoopLag
+from headpond.event_loop.factory import event_loop_factory
+from headpond.event_loop.loop_lag import LagTrace, LoopLag
 
 # A reward that blocks the loop for longer is named in the worker's log.
 BLOCKED_S = 1.0

@@ -39,9 +39,9 @@ from headpond.environments.verifiers.wire import (
     encode_line,
 )
 from headpond.errors import ConfigError
-from headpond.runtime.cancellation import run_to_completion
-from headpond.runtime.offload import in_io_thread
-from headpond.runtime.privacy import inherited_variables
+from headpond.event_loop.cancellation import run_to_completion
+from headpond.event_loop.offload import in_io_thread
+from headpond.processes.privacy import inherited_variables
 
 START_TIMEOUT_S = 600.0  # the package takes 5-15 s; a taskset may read a large data set
 # A cancelled rollout waits this long, well within GRACE_S, for its sandbox to be removed; the child continues after it.

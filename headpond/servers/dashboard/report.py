@@ -15,8 +15,8 @@ import orjson
 from headpond.errors import HeadpondError
 from headpond.ledger.pages import Filter
 from headpond.ledger.states import RolloutState
+from headpond.servers.dashboard.dashboard import STATIC
 from headpond.servers.dashboard.run_view import RunView
-from headpond.servers.dashboard.server import STATIC
 from headpond.store import atomic
 
 MODULES = ("dom.js", "data.js", "charts.js", "pages/conversation.js", "pages/tokens.js", "pages/overview.js",

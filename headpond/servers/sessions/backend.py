@@ -17,8 +17,7 @@ import aiohttp
 from yarl import URL
 
 from headpond.engines.dialects.base import Dialect
-from headpond.engines.replicas import Asked, Replica
-from headpond.engines.transport import (
+from headpond.engines.http.transport import (
     NAME_HEADER,
     UNREACHABLE,
     EngineConnection,
@@ -31,6 +30,7 @@ from headpond.engines.transport import (
     receive,
     sendable,
 )
+from headpond.engines.replicas.selection import Asked, Replica
 from headpond.errors import EngineUnreachable, InfrastructureFailure, Upstream
 from headpond.turn import Body, SaidVersion
 

@@ -15,21 +15,21 @@ from msgspec import structs
 from headpond.config import RunConfig
 from headpond.engines.dialects import Prompt, dialect_of
 from headpond.engines.dialects.base import finish_reason
-from headpond.engines.response import RequestInfo, read_turn
-from headpond.engines.transport import ON_LOOP_BYTES, SESSION_HEADER, ByteBudget
+from headpond.engines.http.transport import ON_LOOP_BYTES, SESSION_HEADER, ByteBudget
+from headpond.engines.responses.response import RequestInfo, read_turn
 from headpond.errors import Aborted, BadRequest, ContextFull, PolicyFailure, SessionError, Upstream
+from headpond.event_loop.offload import in_cpu_thread
 from headpond.ids import engine_session
 from headpond.playing.policy import count_use, named_adapter, prompt_of, rendered_message, turn_metadata
 from headpond.recording import Claim, Prepared, Session
 from headpond.renderers import PooledRenderer, RendererKey, RendererPools
-from headpond.runtime.offload import in_cpu_thread
 from headpond.servers.sessions import headers
 from headpond.servers.sessions.apis import CHAT, Api
 from headpond.servers.sessions.backend import Backend, EngineRequest, EngineResponse
+from headpond.servers.sessions.chat_records import answer_id_of, history_of, record_of, recorded_completion
 from headpond.servers.sessions.client_response import Rendered, completion_for, rendered_logprobs
 from headpond.servers.sessions.error_responses import CONTEXT_CODE, engine_error, error_response
 from headpond.servers.sessions.keep_alive import EVENT_STREAM, KEEP_ALIVES, KeepAlives, WatchedResponse
-from headpond.servers.sessions.records import answer_id_of, history_of, record_of, recorded_completion
 from headpond.servers.sessions.requests import Chat, ChatRules, by_size, read_body, read_chat, read_object
 from headpond.servers.sessions.retries import Answer, Attempt, SentChat, request_id
 from headpond.servers.sessions.session_table import Entry, SessionMetadata, SessionTable, opened

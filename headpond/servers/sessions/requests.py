@@ -14,11 +14,11 @@ from multidict import CIMultiDictProxy
 
 from headpond.config.engine import RESERVED
 from headpond.config.sessions import LeaveOut, Sessions
-from headpond.engines.transport import ON_LOOP_BYTES, Reservation
-from headpond.environments.posted_scores import TurnRewards
+from headpond.engines.http.transport import ON_LOOP_BYTES, Reservation
 from headpond.errors import BadRequest, TooLarge, TooSlow
+from headpond.event_loop.offload import in_cpu_thread
+from headpond.playing.posted_scores import TurnRewards
 from headpond.recording import DigestedMessages, Echo, digest_messages
-from headpond.runtime.offload import in_cpu_thread
 from headpond.servers.sessions.apis import Api, History, Recorded
 from headpond.servers.sessions.client_response import Asked
 from headpond.spans import SPANS_MOST, TimedSpan

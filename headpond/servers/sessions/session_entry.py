@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from headpond.engines.replicas import Replica
-from headpond.environments.posted_scores import NOTHING_POSTED, PostedScore
+from headpond.engines.replicas.selection import Replica
+from headpond.playing.posted_scores import NOTHING_POSTED, PostedScore
 from headpond.recording import Session
 from headpond.replica_use import Usage
 from headpond.servers.sessions.retries import SentChats

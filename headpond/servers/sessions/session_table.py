@@ -20,12 +20,12 @@ import orjson
 
 from headpond import ids
 from headpond.config import RunConfig
-from headpond.environments.posted_scores import POSTED, read_posted
 from headpond.errors import BadRequest, BlobError, Expired, Full, NotFound
+from headpond.event_loop.offload import in_io_thread
 from headpond.fields import FieldValues
+from headpond.playing.posted_scores import POSTED, read_posted
 from headpond.recording import Echo, Mode, Sealed, Session, SessionSettings
 from headpond.recording.session import VersionAfter
-from headpond.runtime.offload import in_io_thread
 from headpond.servers.sessions.headers import digest, new_secret
 from headpond.servers.sessions.requests import NewSession, SealRequest
 from headpond.servers.sessions.session_directory import SessionDirectory

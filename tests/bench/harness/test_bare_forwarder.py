@@ -4,7 +4,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from headpond.runtime.child_process import ChildProcess, listening_port
+from headpond.processes.child_process import ChildProcess, listening_port
 
 pytestmark = pytest.mark.slow
 

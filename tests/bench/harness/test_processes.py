@@ -7,7 +7,7 @@ from support.waiting import HANG_S, wait_until
 
 from bench.harness.canary import Canary
 from headpond.errors import RunError
-from headpond.runtime.child_process import ChildProcess
+from headpond.processes.child_process import ChildProcess
 
 
 def python(tmp_path: Path, code: str) -> ChildProcess:

@@ -14,7 +14,7 @@ from headpond import config
 from headpond.commands.launcher.broker import DATABASES, RunBroker, with_database, with_password
 from headpond.config.redis_address import address
 from headpond.errors import ConfigError, RunError
-from headpond.runtime.embedded_redis import EmbeddedRedis
+from headpond.processes.embedded_redis import EmbeddedRedis
 
 
 @pytest.fixture

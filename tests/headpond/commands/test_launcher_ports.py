@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from headpond.commands.launcher.ports import kept_port
-from headpond.runtime.embedded_redis import HOST, PORTS
+from headpond.processes.embedded_redis import HOST, PORTS
 
 
 def test_the_port_of_the_last_start_is_taken_again_while_it_is_free(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from headpond.commands.launcher.parts import Part
 from headpond.commands.launcher.supervisor import FAILURES_MOST, Supervisor, last_line, reason_of
 from headpond.config import RunConfig
 from headpond.errors import RunError
-from headpond.runtime.child_process import ChildProcess
+from headpond.processes.child_process import ChildProcess
 
 FAILING = Part(name="failing", command=("sh", "-c", "exit 1"), is_ready=lambda *_: False)
 

@@ -19,7 +19,7 @@ from headpond.config import test_hooks
 from headpond.inspection import status
 from headpond.orchestrator import run_dir
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.runtime.embedded_redis import EmbeddedRedis
+from headpond.processes.embedded_redis import EmbeddedRedis
 
 HEADPOND = str(Path(sys.executable).parent / "headpond")
 ROOT = str(Path(__file__).parents[3])

@@ -24,7 +24,7 @@ from headpond.ledger.archive import archive
 from headpond.ledger.schema import open_for_writing
 from headpond.orchestrator import run_dir
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.runtime.embedded_redis import EmbeddedRedis
+from headpond.processes.embedded_redis import EmbeddedRedis
 
 HEADPOND = str(Path(sys.executable).parent / "headpond")
 ROOT = str(Path(__file__).parents[3])

@@ -7,7 +7,7 @@ from headpond.config import RunConfig
 from headpond.config.declared import declarations, settings_used_by, shared_settings
 from headpond.config.problems import all_keys
 from headpond.config.test_hooks import HookedRunConfig
-from headpond.sections import Declared, Reader
+from headpond.declarations.sections import Declared, Reader
 
 ROOT = Path(__file__).parents[3]
 READERS = {

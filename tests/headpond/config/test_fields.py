@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from headpond.config.loading import load
+from headpond.config.sources import load
 from headpond.errors import ConfigError
 from headpond.fields import TrainerField
 

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import redis
 
-from headpond import redis_keys
+from headpond.broker import redis_keys
 from headpond.config import RunConfig
 from headpond.errors import RunError
+from headpond.event_loop.lag_summaries import LAG_KEY, LagSummary
 from headpond.inspection.status import status
 from headpond.orchestrator import run_dir
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.lock import lock_directory
-from headpond.runtime.embedded_redis import EmbeddedRedis
-from headpond.runtime.lag_summaries import LAG_KEY, LagSummary
+from headpond.processes.embedded_redis import EmbeddedRedis
 
 HERE = socket.gethostname()
 

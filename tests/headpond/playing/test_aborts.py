@@ -17,10 +17,10 @@ from support.stores import directory_store
 from support.upstream import Bytes, ReceivedRequest, Response, Server, prompt_ids, serving, user
 
 from headpond.config.engine import Policy, Sampling
-from headpond.engines.client import EngineClient
-from headpond.engines.continuation import MAX_CONTINUATIONS, can_continue
 from headpond.engines.dialects import Prompt, dialect_of
-from headpond.engines.replicas import Replicas
+from headpond.engines.http.client import EngineClient
+from headpond.engines.replicas.selection import Replicas
+from headpond.engines.responses.continuation import MAX_CONTINUATIONS, can_continue
 from headpond.errors import InfrastructureFailure
 from headpond.playing.policy import RecordedPolicy
 from headpond.recording import Mode, Sealed, Session, SessionSettings

@@ -16,8 +16,8 @@ from support.upstream import ReceivedRequest, Response, serving, user
 from tokenizers import Tokenizer
 
 from headpond.config.engine import Policy
-from headpond.engines.client import EngineClient
 from headpond.engines.dialects import dialect_of
+from headpond.engines.http.client import EngineClient
 from headpond.errors import BadRequest
 from headpond.playing.policy import RecordedPolicy
 from headpond.recording import Mode, Session, SessionSettings

@@ -22,13 +22,13 @@ from support.waiting import wait_until_async
 
 from headpond.config.engine import Engine, Policy
 from headpond.config.sessions import Sessions
-from headpond.engines.client import EngineClient
 from headpond.engines.dialects import dialect_of
+from headpond.engines.http.client import EngineClient
 from headpond.environments import AgentPolicy, Completion, Tools, graded, run_program, tool
+from headpond.event_loop.offload import in_file_thread
 from headpond.playing.agent_sessions import SessionServers
 from headpond.playing.rollout import RolloutStage, play, score_group
 from headpond.recording import Session
-from headpond.runtime.offload import in_file_thread
 
 
 @dataclass
@@ -131,7 +131,7 @@ DOORS = {"recorded": Plays, "agent": PlaysByUrl}
 @pytest.fixture(autouse=True)
 def _short_keep_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     """An idle connection to the engine is a handle until its 4 s are over."""
-    monkeypatch.setattr("headpond.engines.transport.KEEP_ALIVE_S", 0.1)
+    monkeypatch.setattr("headpond.engines.http.transport.KEEP_ALIVE_S", 0.1)
 
 
 @pytest.fixture(scope="module")

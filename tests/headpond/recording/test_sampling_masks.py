@@ -12,9 +12,9 @@ from support.real_responses import COMPLETION, LOGPROBS, PROMPT, sglang_chat, vl
 from support.stores import directory_store
 
 from headpond.config.engine import Engine
-from headpond.engines.continuation import joined, open_sample_of
 from headpond.engines.dialects import Prompt, load_dialect
-from headpond.engines.response import RequestInfo, read_turn
+from headpond.engines.responses.continuation import joined, open_sample_of
+from headpond.engines.responses.response import RequestInfo, read_turn
 from headpond.errors import Upstream
 from headpond.recording import Session, SessionSettings
 from headpond.store.columns import Columns, read_columns

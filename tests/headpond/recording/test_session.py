@@ -25,11 +25,11 @@ from headpond.errors import (
     NothingToTrain,
     PolicyFailure,
 )
+from headpond.event_loop.factory import event_loop_factory
+from headpond.event_loop.offload import in_file_thread
 from headpond.fields import FieldValues, TrainerField
 from headpond.recording import Mode, Session
 from headpond.recording.samples import Samples
-from headpond.runtime.event_loop import event_loop_factory
-from headpond.runtime.offload import in_file_thread
 from headpond.store.columns import read_columns
 from headpond.store.experts import Experts
 from headpond.store.files import FileStore

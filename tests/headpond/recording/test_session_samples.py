@@ -13,7 +13,7 @@ from support.engine_responses import request_info
 from support.plain_samples import PlainSample, PlainTurn, merge, turn_structures
 from support.stores import directory_store
 
-from headpond.engines.response import read_turn
+from headpond.engines.responses.response import read_turn
 from headpond.recording import Sealed, Session
 from headpond.store.columns import Columns, read_columns
 from headpond.store.experts import Experts

@@ -17,7 +17,7 @@ from headpond.ledger.states import RolloutState
 from headpond.orchestrator.examples.evaluation import AT_ONCE, Evaluations, unreported
 from headpond.orchestrator.ledger.evaluations import is_open
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.ledger.records import JobRecord
+from headpond.orchestrator.ledger.rows import JobRecord
 from headpond.orchestrator.trainer import Trainer
 from headpond.records.rollout import RolloutResult
 from headpond.store import BlobRef

@@ -6,7 +6,7 @@ from headpond.errors import RunError
 from headpond.orchestrator.examples.choice import Examples
 from headpond.orchestrator.examples.poison import DEATHS_MOST, Poison
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.ledger.records import GroupRecord
+from headpond.orchestrator.ledger.rows import GroupRecord
 
 DEATHS = 3
 

@@ -19,7 +19,7 @@ from headpond.ledger.states import GroupState, JobState, RolloutState
 from headpond.orchestrator.ledger import counts, writer
 from headpond.orchestrator.ledger.counts import OTHER_CAUSES
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.ledger.records import GroupRecord
+from headpond.orchestrator.ledger.rows import GroupRecord
 from headpond.records.rollout import RolloutResult
 from headpond.store import BlobRef
 

@@ -17,12 +17,12 @@ from headpond.config import RunConfig
 from headpond.errors import BlobCorrupt
 from headpond.ledger.states import GroupState, JobState, RolloutState
 from headpond.orchestrator import run_dir
-from headpond.orchestrator.inputs import batch_plan
+from headpond.orchestrator.exchange.inputs import batch_plan
 from headpond.orchestrator.ledger import audit as audit_module
 from headpond.orchestrator.ledger import rebuild
 from headpond.orchestrator.ledger.audit import AUDITED, Scope, audit, audit_at_end
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.ledger.records import BatchRecord
+from headpond.orchestrator.ledger.rows import BatchRecord
 from headpond.records.rollout import RolloutResult
 from headpond.store import BlobRef, Store
 from headpond.store.files import FileStore

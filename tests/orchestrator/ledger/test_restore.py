@@ -12,11 +12,11 @@ from headpond.batches import Manifest, seal_manifest
 from headpond.ids import rollout_directory
 from headpond.ledger.states import GroupState, JobState, RolloutState
 from headpond.orchestrator import run_dir
-from headpond.orchestrator.composer import Composer
-from headpond.orchestrator.inputs import batch_plan
+from headpond.orchestrator.exchange.inputs import batch_plan
 from headpond.orchestrator.ledger import rebuild, restore
 from headpond.orchestrator.ledger.audit import audit
 from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.planning.composer import Composer
 from headpond.orchestrator.release import release_step
 from headpond.orchestrator.trainer import Trainer
 from headpond.records.rollout import RolloutResult

@@ -13,14 +13,14 @@ from support.stores import directory_store
 from support.waiting import wait_until_async
 
 from headpond.config import RunConfig
+from headpond.event_loop.loop_lag import LoopLag
 from headpond.ledger.states import GroupState
-from headpond.orchestrator.broker import Broker
-from headpond.orchestrator.composer import Sealer
+from headpond.orchestrator.exchange.redis_connection import Broker
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.ledger.records import BatchRecord
+from headpond.orchestrator.ledger.rows import BatchRecord
+from headpond.orchestrator.planning.composer import Sealer
 from headpond.orchestrator.reporting import metrics
 from headpond.orchestrator.reporting.metrics import TAIL_BYTES, LagPoller, Metrics, MetricsFile, dumps
-from headpond.runtime.loop_lag import LoopLag
 
 
 class Run:

@@ -3,8 +3,8 @@ import re
 from support.ledgers import admitted, configured, pipeline_of, replies_of, submitted
 
 from headpond.ledger.states import JobState
-from headpond.orchestrator.broker import Broker
-from headpond.orchestrator.gates import Gates
+from headpond.orchestrator.exchange.gates import Gates
+from headpond.orchestrator.exchange.redis_connection import Broker
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.reconciler import Reconciler
 from headpond.orchestrator.reporting.next_step import JOBS_SHOWN, NextStep

@@ -12,15 +12,15 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from support.ledgers import configured, planned
 
-from headpond.orchestrator.broker import Broker
+from headpond.broker.queues import Queue
+from headpond.event_loop.loop_lag import LoopLag
+from headpond.orchestrator.exchange.redis_connection import Broker
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.reconciler import Running, Snapshot
 from headpond.orchestrator.reporting import reporter as module
 from headpond.orchestrator.reporting.metrics import LagPoller, Metrics
 from headpond.orchestrator.reporting.prometheus import RunCollector
 from headpond.orchestrator.reporting.reporter import Reporter, Sources
-from headpond.queues import Queue
-from headpond.runtime.loop_lag import LoopLag
 
 
 def sources(

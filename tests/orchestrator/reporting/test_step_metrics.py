@@ -5,11 +5,11 @@ import pytest
 from headpond.batches import BatchPlan, BatchRollout, EncodedRank
 from headpond.batches.manifest import Manifest, Totals
 from headpond.batches.plan import PackingRules
+from headpond.event_loop.lag_summaries import LagSummary
 from headpond.ledger.states import RolloutState
-from headpond.orchestrator.ledger.records import GroupRecord, RolloutRecord
+from headpond.orchestrator.ledger.rows import GroupRecord, RolloutRecord
 from headpond.orchestrator.reporting import step_metrics
 from headpond.records.rollout import RolloutResult
-from headpond.runtime.lag_summaries import LagSummary
 from headpond.store import BlobRef
 
 BLOB = BlobRef(key="none", size=0, checksum="")

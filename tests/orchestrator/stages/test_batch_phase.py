@@ -9,10 +9,10 @@ from support.ledgers import admitted, configured, pipeline_of, replies_of, reply
 
 from headpond.errors import RunError
 from headpond.ledger.states import JobState
-from headpond.orchestrator.composer import Composer
 from headpond.orchestrator.ledger import restore
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.ledger.records import BatchRecord, JobRecord
+from headpond.orchestrator.ledger.rows import BatchRecord, JobRecord
+from headpond.orchestrator.planning.composer import Composer
 from headpond.orchestrator.submission import InputFiles
 from headpond.orchestrator.trainer import Trainer
 from headpond.records.inputs import StepAdvantages, StepValues

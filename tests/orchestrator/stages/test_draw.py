@@ -9,7 +9,7 @@ from support.ledgers import configured, generated, pipeline_of, reply_to
 from headpond.ledger.states import JobState
 from headpond.orchestrator.examples.choice import Examples
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.ledger.records import GroupRecord, JobRecord
+from headpond.orchestrator.ledger.rows import GroupRecord, JobRecord
 from headpond.orchestrator.stages.draw import DRAWN_LEAST, HISTORY_MOST
 from headpond.tasks.stages.draw import DrawInputs, DrawResult
 

@@ -12,12 +12,13 @@ import redis
 from support.ledgers import configured, pipeline_of, reply_to, submitted
 from support.waiting import Clock
 
-from headpond import redis_keys
+from headpond.broker import redis_keys
+from headpond.broker.queues import WorkerKind
 from headpond.ledger.states import JobState, RolloutState
-from headpond.orchestrator.broker import Broker
-from headpond.orchestrator.gates import Gates
+from headpond.orchestrator.exchange.gates import Gates
+from headpond.orchestrator.exchange.redis_connection import Broker
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.ledger.records import JobRecord
+from headpond.orchestrator.ledger.rows import JobRecord
 from headpond.orchestrator.replies import Replies
 from headpond.orchestrator.workforce.attendance import (
     DECLINES_MOST,
@@ -27,9 +28,8 @@ from headpond.orchestrator.workforce.attendance import (
     Attendance,
     leave,
 )
-from headpond.queues import WorkerKind
+from headpond.processes.embedded_redis import EmbeddedRedis
 from headpond.records.rollout import RolloutResult
-from headpond.runtime.embedded_redis import EmbeddedRedis
 from headpond.store import BlobRef
 from headpond.tasks.agreement import Order, Presence, digest, used_settings
 from headpond.tasks.stage import Outcome

@@ -16,7 +16,7 @@ from support.strict_reference import ReadInputs
 from headpond.config import engine
 from headpond.config.engine import Engine
 from headpond.engines.dialects import Dialect, Prompt, ResponseFields, dialect_of, load_dialect
-from headpond.engines.response import RequestInfo, read_turn
+from headpond.engines.responses.response import RequestInfo, read_turn
 from headpond.errors import ConfigError, Upstream
 
 ROWS = np.arange(1, 9, dtype=np.uint8).reshape(2, 2, 2)

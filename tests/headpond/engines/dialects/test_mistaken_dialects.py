@@ -14,7 +14,7 @@ from support.upstream import Response, serving, user
 
 from headpond.config.engine import Engine
 from headpond.engines.dialects import Dialect, Prompt, ResponseFields
-from headpond.engines.response import RequestInfo, read_turn
+from headpond.engines.responses.response import RequestInfo, read_turn
 from headpond.environments.protocol import Policy
 from headpond.errors import BadRequest, StageError, Upstream
 from headpond.playing.rollout import play

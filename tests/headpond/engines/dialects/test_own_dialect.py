@@ -19,7 +19,7 @@ from support.upstream import ReceivedRequest, Response, Server, prompt_ids, serv
 from typer.testing import CliRunner
 
 from headpond.commands.main import app
-from headpond.engines.response import read_turn
+from headpond.engines.responses.response import read_turn
 from headpond.environments.protocol import Policy
 from headpond.errors import ConfigError
 from headpond.playing.rollout import play

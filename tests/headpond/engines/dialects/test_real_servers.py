@@ -20,9 +20,9 @@ from support.real_responses import (
 )
 
 from headpond.config.engine import Engine
-from headpond.engines import response
 from headpond.engines.dialects import Prompt, load_dialect
-from headpond.engines.response import RequestInfo, read_turn
+from headpond.engines.responses import response
+from headpond.engines.responses.response import RequestInfo, read_turn
 from headpond.errors import Aborted, Upstream
 from headpond.turn import Fingerprint, OpenSample, RouteFormat, Turn
 

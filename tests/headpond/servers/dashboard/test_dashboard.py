@@ -13,8 +13,8 @@ from support.run_dirs import MadeRun, make_run
 
 from headpond.batches import BatchReader
 from headpond.errors import RunError
+from headpond.servers.dashboard.dashboard import COOKIE, STATIC, Dashboard
 from headpond.servers.dashboard.run_view import RunView
-from headpond.servers.dashboard.server import COOKIE, STATIC, Dashboard
 
 HOSTILE = "<script>alert(1)</script>\u202eright to left\x00\x1b[31m</textarea><img src=x onerror=alert(2)>"
 
@@ -155,7 +155,7 @@ def test_a_policy_allows_own_files_only_and_nothing_is_inline(run: MadeRun) -> N
     assert b"<script>" not in page
 
 
-@pytest.mark.parametrize("path", ["..%2f..%2f..%2fpyproject.toml", "pages/../../server.py", "none.js", "%00"])
+@pytest.mark.parametrize("path", ["..%2f..%2f..%2fpyproject.toml", "pages/../../dashboard.py", "none.js", "%00"])
 def test_only_files_of_the_static_folder_are_served(run: MadeRun, path: str) -> None:
     ((status, body, _),) = read(run, f"/static/{path}")
     assert status == 404

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from support.run_dirs import make_run
 
+from headpond.servers.dashboard.dashboard import STATIC
 from headpond.servers.dashboard.report import MODULES, bundle, page, write_report
-from headpond.servers.dashboard.server import STATIC
 
 DECLARED = re.compile(r"^(?:async )?(?:function|class|let|const) (\w+)(?:.*?, (\w+) = )?", re.MULTILINE)
 

@@ -8,7 +8,7 @@ from support.engine_process import running as engine_running
 from support.engine_process import write_weights
 from support.session_process import running
 
-from headpond.engines.control import EngineControl
+from headpond.engines.replicas.control import EngineControl
 
 LORA = {"engine__lora": "true", "engine__weight_update": "headpond"}
 

@@ -12,7 +12,7 @@ from support.session_process import SessionsProcess, running
 from support.upstream import ReceivedRequest, answer
 from support.waiting import wait_until
 
-from headpond.engines.transport import NAME_HEADER
+from headpond.engines.http.transport import NAME_HEADER
 
 STATUSES = {
     "101": b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: x\r\n\r\n",

@@ -9,7 +9,7 @@ import pytest
 from support.session_process import CHAT, Script, SessionsProcess, running
 from support.waiting import HANG_S, wait_until
 
-from headpond.runtime import descriptors
+from headpond.processes import descriptors
 
 
 @pytest.fixture

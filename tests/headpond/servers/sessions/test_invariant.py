@@ -15,15 +15,15 @@ from support.upstream import Response, Server, answer, serving, user
 
 from headpond.config import RunConfig
 from headpond.config.engine import Engine, Policy
-from headpond.engines.transport import ON_LOOP_BYTES
-from headpond.runtime.loop_lag import LoopLag
+from headpond.engines.http.transport import ON_LOOP_BYTES
+from headpond.event_loop.loop_lag import LoopLag
 from headpond.servers.sessions import chats, engine_queries
 from headpond.servers.sessions.backend import Backend
 from headpond.servers.sessions.chats import CUT_ON_LOOP_BYTES, is_quick
 from headpond.servers.sessions.connections import JsonServer
 from headpond.servers.sessions.requests import read_chat
-from headpond.servers.sessions.server import SessionServer
 from headpond.servers.sessions.session_directory import SessionDirectory
+from headpond.servers.sessions.session_server import SessionServer
 from headpond.servers.sessions.session_table import SessionTable
 
 

@@ -16,8 +16,8 @@ from support.upstream import ReceivedRequest, Response, serving, user
 from typer.testing import CliRunner
 
 from headpond.commands.main import app
-from headpond.demo.engine.expert_table import ExpertTable
-from headpond.demo.engine.settings import ExpertShape
+from headpond.demo.scripted_engine.expert_table import ExpertTable
+from headpond.demo.scripted_engine.options import ExpertShape
 from headpond.errors import ConfigError
 from headpond.renderers import bytes_chatml
 from headpond.store import BlobRef

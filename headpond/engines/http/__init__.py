@@ -1,0 +1,1 @@
+"""Requests to an inference server: client, transport, bodies as bytes."""

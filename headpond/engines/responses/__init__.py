@@ -1,0 +1,1 @@
+"""A response's bytes -> one validated `Turn`."""

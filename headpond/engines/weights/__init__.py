@@ -1,0 +1,1 @@
+"""An engine's weights: the labels of their versions, and the calls that load them."""

@@ -1,0 +1,1 @@
+"""The event loop of a process: its lag, thread pools, cancellation, garbage collection."""

@@ -1,0 +1,278 @@
+"""Bounded thread pools of an event loop, for blocking I/O, CPU work and small files.
+
+If all threads are busy, callers wait in order of arrival. A caller cancelled while it waits never runs its function. A
+caller cancelled while its function runs returns at once; the function runs to its end and keeps its thread, since a
+thread cannot be interrupted. Context variables are passed on.
+"""
+
+import asyncio
+import contextlib
+import contextvars
+import math
+import os
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from threading import get_ident
+from time import monotonic
+from typing import Any, ParamSpec, TypeVar
+
+from headpond.errors import InfrastructureFailure
+from headpond.event_loop.cancellation import run_to_completion
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# A job may have a call of its own and one of a library in flight. With Python's default of cores + 4 threads, 256
+# concurrent rollouts waited for each other's files and DNS lookups.
+IO_THREADS_PER_JOB = 2
+# 512 threads in use take 48 MB. More blocking calls at once need a second process, not more threads.
+IO_THREADS_MAX = 512
+# On a network file system with 5 ms per call, eight threads record 400 turns per second.
+FILE_THREADS = 8
+# A call to a local file takes a millisecond, on a busy machine a few. A slow one waits for a disk or a network.
+SLOW_S = 0.02
+# Quick calls may be too many for one thread: then they wait for as long as this.
+HELP_S = 0.1
+# Between two looks at threads that work: for calls that wait, and results that a slow call holds back.
+LOOK_S = 0.02
+# Results of a thread are held back for as long as this, while it has quick calls to run.
+DELIVER_S = 0.005
+# For loops without an explicit `install`.
+DEFAULT_CONCURRENCY = 64
+# Calls to files queue, and direct calls of the default executor (asyncio.to_thread, DNS lookups). A queue this long
+# means that the threads are stuck: refuse instead of growing.
+BACKLOG_MAX = 8 * IO_THREADS_MAX
+
+
+class Pool(ThreadPoolExecutor):
+    """Named threads of one loop. Coroutines of the loop call `run`; the loop, as its executor, calls `submit`."""
+
+    def __init__(self, *, name: str, threads: int) -> None:
+        super().__init__(threads, thread_name_prefix=f"headpond-{name}")
+        self.name = name
+        self.threads = threads
+        self._free = asyncio.Semaphore(threads)
+
+    async def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        loop = asyncio.get_running_loop()
+        await self._free.acquire()
+        try:
+            call = self.submit(contextvars.copy_context().run, fn, *args, **kwargs)
+        except BaseException:
+            self._free.release()
+            raise
+        result: asyncio.Future[T] = loop.create_future()
+        call.add_done_callback(lambda call: self._call_done(loop, call, result))
+        return await result
+
+    def _call_done(self, loop: asyncio.AbstractEventLoop, call: Future[T], result: "asyncio.Future[T]") -> None:
+        """Runs in the thread: wakes the loop once, both to deliver the result and to free the thread."""
+        with contextlib.suppress(RuntimeError):  # the loop was closed in the meantime
+            loop.call_soon_threadsafe(self._deliver, call, result)
+
+    def _deliver(self, call: Future[T], result: "asyncio.Future[T]") -> None:
+        self._free.release()
+        error = call.exception()
+        _set(result, call.result() if error is None else None, error)
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        self._require_room(self._work_queue.qsize())
+        return super().submit(fn, *args, **kwargs)
+
+    def _require_room(self, waiting: int) -> None:
+        if waiting >= BACKLOG_MAX:
+            raise InfrastructureFailure(
+                f"The pool {self.name!r} has {BACKLOG_MAX} calls waiting for its {self.threads} threads: they are "
+                "stuck. Find out where (py-spy dump); usually a file system or a server does not respond."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WaitingCall:
+    call: Callable[[], Any]
+    result: "asyncio.Future[Any]"
+    since: float
+
+
+class FilePool(Pool):
+    """Small calls in quick succession. One thread runs all that wait and wakes the loop once for them; another helps
+    when the others are in slow calls, or when a call has waited for HELP_S.
+
+    Recording a turn is 0.2 ms of Python between system calls that hardly wait. Each of them gives the GIL to the loop,
+    or to another thread: with a thread to each call, a turn took 21 thread switches, and a fifth more CPU.
+    """
+
+    def __init__(self, *, name: str, threads: int) -> None:
+        super().__init__(name=name, threads=threads)
+        self._waiting = deque[WaitingCall]()
+        self._done = deque[tuple["asyncio.Future[Any]", Any, BaseException | None]]()
+        """Of calls that have run: where the result goes, the result, the error. Only the loop's thread takes them."""
+        self._at_work = 0
+        """Threads. Only the loop's thread changes it."""
+        self._begun = dict[int, float]()
+        """thread -> when its present call began. Only the thread changes it."""
+        self._look: asyncio.TimerHandle | None = None
+
+    async def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        loop = asyncio.get_running_loop()
+        self._require_room(len(self._waiting))
+        result: asyncio.Future[T] = loop.create_future()
+        call = partial(contextvars.copy_context().run, fn, *args, **kwargs)
+        self._waiting.append(WaitingCall(call=call, result=result, since=monotonic()))
+        self._help(loop)
+        return await result
+
+    def _help(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start a thread if one is needed, and look again while threads work."""
+        if self._waiting and (not self._at_work or (self._at_work < self.threads and self._is_slow())):
+            self._start(loop)
+        if self._at_work and self._look is None:
+            self._look = loop.call_later(LOOK_S, self._look_again, loop)
+
+    def _look_again(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._look = None
+        self._hand_out(loop, ended=False)
+
+    def _is_slow(self) -> bool:
+        """Whether all threads are in slow calls, or too few."""
+        begun, now = list(self._begun.values()), monotonic()
+        if len(begun) == self._at_work and now - max(begun) >= SLOW_S:
+            return True
+        try:
+            return now - self._waiting[0].since >= HELP_S
+        except IndexError:  # a thread has taken it
+            return False
+
+    def _start(self, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            self.submit(self._run_waiting, loop)
+        except RuntimeError as error:  # the pool was shut down, or the system has no thread left
+            while self._waiting and not self._at_work:  # otherwise a thread runs them
+                _set(self._waiting.popleft().result, None, error)
+            if not self._at_work or self._shutdown:
+                return  # otherwise the executor keeps it for a thread that is at work
+        self._at_work += 1
+
+    def _run_waiting(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Runs in a thread."""
+        told, thread = monotonic(), get_ident()
+        while self._waiting:
+            try:
+                waiting = self._waiting.popleft()
+            except IndexError:  # another thread took it
+                break
+            self._begun[thread] = monotonic()
+            if not waiting.result.cancelled():
+                self._done.append((waiting.result, *_outcome(waiting.call)))
+            if self._done and monotonic() - told >= DELIVER_S:
+                self._tell(loop, ended=False)
+                told = monotonic()
+        self._begun.pop(thread, None)
+        self._tell(loop, ended=True)
+
+    def _tell(self, loop: asyncio.AbstractEventLoop, *, ended: bool) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop was closed in the meantime
+            loop.call_soon_threadsafe(self._hand_out, loop, ended)
+
+    def _hand_out(self, loop: asyncio.AbstractEventLoop, ended: bool) -> None:
+        for _ in range(len(self._done)):
+            _set(*self._done.popleft())
+        self._at_work = max(0, self._at_work - ended)  # one that the executor kept for a later thread was not counted
+        self._help(loop)
+
+
+def _outcome(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    try:
+        return call(), None
+    except BaseException as error:  # noqa: BLE001  it is the caller's
+        return None, error
+
+
+def _set(result: "asyncio.Future[Any]", value: Any, error: BaseException | None) -> None:
+    if result.done():  # the caller was cancelled
+        return
+    if isinstance(error, StopIteration):  # a future refuses it before Python 3.13, and a coroutine cannot raise it
+        refused, error = error, RuntimeError("the call raised StopIteration")
+        error.__cause__ = refused
+    if error is not None:
+        result.set_exception(error)
+    else:
+        result.set_result(value)
+
+
+class IoPool(Pool):
+    """The default executor of its loop. Shutting it down runs the shutdown callbacks and shuts down the other pools."""
+
+    def __init__(self, *, threads: int, cpu_threads: int) -> None:
+        super().__init__(name="io", threads=threads)
+        self.cpu = Pool(name="cpu", threads=cpu_threads)
+        self.files = FilePool(name="files", threads=min(threads, FILE_THREADS))
+        self.shutdown_callbacks: list[Callable[[], None]] = []
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        while self.shutdown_callbacks:
+            self.shutdown_callbacks.pop()()
+        for other in (self.cpu, self.files):
+            other.shutdown(wait, cancel_futures=cancel_futures)
+        super().shutdown(wait, cancel_futures=cancel_futures)
+
+
+_pools: dict[asyncio.AbstractEventLoop, IoPool] = {}
+
+
+def cores(cpu_max: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """The cores that this process may use, by its CPU affinity and the CPU quota of its container."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota_us, period_us = cpu_max.read_text().split()
+    except OSError:
+        return allowed
+    return allowed if quota_us == "max" else min(allowed, math.ceil(int(quota_us) / int(period_us)))
+
+
+def install(
+    loop: asyncio.AbstractEventLoop, *, concurrency: int = DEFAULT_CONCURRENCY, cpu_threads: int | None = None
+) -> IoPool:
+    """Give `loop` its pools, for `concurrency` concurrent jobs. Shutting down the default executor shuts down all."""
+    threads = min(IO_THREADS_PER_JOB * concurrency, IO_THREADS_MAX)
+    pool = IoPool(threads=threads, cpu_threads=cpu_threads or cores())
+    loop.set_default_executor(pool)
+    for closed in [other for other in list(_pools) if other.is_closed()]:
+        _pools.pop(closed, None)
+    _pools[loop] = pool
+    return pool
+
+
+async def in_io_thread(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """For blocking calls: sockets of synchronous libraries, programs, SQLite, an occasional file."""
+    return await _pool().run(fn, *args, **kwargs)
+
+
+async def to_its_end_in_io_thread(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """For files that are written again and again: a cancelled caller waits for the end of its call, so that an old
+    content cannot replace a newer one."""
+    return await run_to_completion(asyncio.create_task(in_io_thread(fn, *args, **kwargs)))
+
+
+async def in_file_thread(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """For small files that hundreds of jobs write concurrently."""
+    return await _pool().files.run(fn, *args, **kwargs)
+
+
+async def in_cpu_thread(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """For computations of more than ~1 ms that release the GIL."""
+    return await _pool().cpu.run(fn, *args, **kwargs)
+
+
+def call_at_shutdown(callback: Callable[[], None]) -> None:
+    """Register a callback for the shutdown of the running loop's pools. It runs in a thread and may block."""
+    _pool().shutdown_callbacks.append(callback)
+
+
+def _pool() -> IoPool:
+    loop = asyncio.get_running_loop()
+    return _pools.get(loop) or install(loop)

@@ -1,0 +1,1 @@
+"""Operating system processes: children, embedded Redis, secrets, open files."""

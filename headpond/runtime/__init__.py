@@ -1,1 +1,0 @@
-"""The base of every process: event loop, lag measurement, thread pools, child processes, embedded Redis."""

@@ -1,0 +1,1 @@
+"""Why rollouts are lost to training: causes of deaths and drops, staleness."""

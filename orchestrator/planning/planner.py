@@ -1,0 +1,145 @@
+"""Plans groups: what the next steps need of each environment, within the limits on rollouts in flight and storage."""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+
+from headpond.config import RunConfig
+from headpond.errors import RunError
+from headpond.orchestrator.examples.choice import Examples
+from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.pipeline import Pipeline
+from headpond.orchestrator.planning.quotas import in_groups, leftover, quotas
+from headpond.orchestrator.submission import AT_ONCE
+from headpond.orchestrator.trainer import Trainer
+
+
+class Planner:
+    def __init__(
+        self,
+        config: RunConfig,
+        ledger: Ledger,
+        trainer: Trainer,
+        pipeline: Pipeline,
+        *,
+        may_begin: Callable[[int], bool] = lambda _: True,
+        most_in_flight: Callable[[], int] | None = None,
+    ) -> None:
+        """`may_begin`: whether the engine has the weights that rollouts of a step need. `most_in_flight`: what it can
+        serve; by default `rollouts.max_in_flight`."""
+        self._may_begin = may_begin
+        self._most_in_flight = most_in_flight or (lambda: config.rollouts.max_in_flight)
+        self._pipeline = pipeline
+        self._config = config
+        self._ledger = ledger
+        self._trainer = trainer
+        self._examples = Examples(config, ledger)
+
+    def resume(self) -> None:
+        """Begin a new count of dropped groups: the settings may have been corrected."""
+        self._ledger.set("dropped_in_a_row", 0)
+        self._pipeline.draw.resume()
+
+    def plan(self) -> bool:
+        """Begin groups, including those that replace dropped ones. True when more could begin at once.
+
+        At most as many rollouts as are submitted at once, so that each is written to the ledger once, as submitted.
+        """
+        self._stop_if_everything_is_dropped()
+        self._pipeline.draw.begin(self.groups_per_step)
+        size = self._config.rollouts.group_size
+        room = (self._most_in_flight() - self._ledger.ungenerated) // size
+        missing = self._missing()
+        wanted = min(sum(missing.values()), room)
+        for _ in range(min(wanted, max(1, AT_ONCE // size))):
+            name = max(missing, key=lambda name: (missing[name], name))
+            missing[name] -= 1
+            if (example := self._examples.take(name)) is not None:
+                self._ledger.plan(environment=name, example=example, size=size)
+        return wanted > max(1, AT_ONCE // size)
+
+    @property
+    def notes(self) -> list[str]:
+        return [*filter(None, [self.out_of_data]), *self._examples.poison.notes(self._config.environments)]
+
+    @property
+    def out_of_data(self) -> str | None:
+        """What to say when every environment has played its epochs and what is left does not fill a step."""
+        step, left = self._ledger.number("steps_delivered"), leftover(self._config, self._ledger, self._examples)
+        if len(left) < len(self._config.environments) or self._ledger.batches or step >= self._config.steps:
+            return None
+        if sum(left.values()) >= self._config.batch.size:
+            return None
+        return (
+            f"the examples of every environment are used up after {step} of {self._config.steps} steps: raise "
+            "environments.NAME.epochs and run the same command to continue"
+        )
+
+    @property
+    def trouble(self) -> str | None:
+        """Why no group begins although steps are needed."""
+        because = self._trainer.holds_because
+        if not self._store_is_full or not self._trainer_holds_blobs or because is None:
+            return None
+        return (
+            f"the store holds {self._stored_gb:.1f} GB of {self._config.max_store_gb:g} (max_store_gb), and no rollout "
+            f"begins: {because}"
+        )
+
+    @property
+    def _stored_gb(self) -> float:
+        return (self._ledger.number("open_bytes") + self._ledger.number("delivered_bytes")) / 1e9
+
+    @property
+    def _store_is_full(self) -> bool:
+        return self._config.max_store_gb is not None and self._stored_gb >= self._config.max_store_gb
+
+    def _missing(self) -> Counter[str]:
+        """environment -> groups to begin, for the surveyed environments."""
+        first = self._ledger.number("steps_delivered") + len(self._ledger.batches)
+        steps = range(first, min(self._config.steps, self._trainer.plannable_steps(first), self._storable_steps(first)))
+        needed, left = Counter[str](), leftover(self._config, self._ledger, self._examples)
+        for step in steps:
+            if self._may_begin(step):
+                parts = quotas(self._config, step, left)
+                needed.update(parts)
+                left = {name: number - parts[name] for name, number in left.items()}
+        known = [name for name in needed if self._ledger.meta.get(f"examples:{name}")]
+        oversample, open_groups = self._config.rollouts.oversample, self._open_groups()
+        wanted = {name: oversample * self._in_groups(name, needed[name]) - open_groups[name] for name in known}
+        most = {name: min(groups, self._examples.ready(name)) for name, groups in wanted.items()}
+        return Counter({name: max(0, math.ceil(groups)) for name, groups in most.items()})
+
+    def _storable_steps(self, first: int) -> int:
+        """A full store stops planning, except for the next step when no delivered step can be released before it."""
+        if not self._store_is_full:
+            return self._config.steps
+        return first if self._trainer_holds_blobs else first + 1
+
+    @property
+    def _trainer_holds_blobs(self) -> bool:
+        """Not those of `trainer.keep_steps`, which only later steps release."""
+        unreleased = self._trainer.last_released < self._ledger.number("steps_delivered") - 1
+        return unreleased and self._ledger.number("delivered_bytes") > 0
+
+    def _open_groups(self) -> dict[str, float]:
+        """environment -> open groups. Admitted ones may be partial and count by their quantity."""
+        pending = self._ledger.unfinished
+        admitted, unit = self._ledger.admitted, self._config.batch.unit
+        return {name: pending[name] + self._in_groups(name, admitted[name, unit]) for name in self._config.environments}
+
+    def _in_groups(self, environment: str, amount: float) -> float:
+        groups = in_groups(self._config, self._ledger, environment, amount)
+        # Until the first groups are admitted, their length is unknown: begin as many as may be in flight.
+        return groups if groups is not None else self._config.rollouts.max_in_flight
+
+    def groups_per_step(self) -> float:
+        step = self._ledger.number("steps_delivered")
+        return sum(self._in_groups(name, quota) for name, quota in quotas(self._config, step).items())
+
+    def _stop_if_everything_is_dropped(self) -> None:
+        dropped = self._ledger.number("dropped_in_a_row")
+        if dropped and dropped >= self._config.batch.max_empty_batches * self.groups_per_step():
+            raise RunError(
+                f"stopped after {dropped} groups without a usable rollout. {self._pipeline.causes.explain()}"
+            )
