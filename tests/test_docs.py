@@ -435,7 +435,7 @@ def setting_named(code: str, sections: set[str]) -> str | None:
 
 @named(GUIDES)
 def test_every_variable_is_a_setting(page: Page) -> None:
-    examples = {"HEADPOND_SECTION__KEY", "HEADPOND_CONFIG", "HEADPOND_TEST_HOOKS"}
+    examples = {"HEADPOND_SECTION__KEY", "HEADPOND_CONFIG"}
     variables = set(re.findall(r"\bHEADPOND_[A-Z_]*[A-Z]\b", page.text)) - examples
     names = {name.removeprefix("HEADPOND_").lower().replace("__", ".") for name in variables}
     assert not names - settings_of_the_reference()
@@ -460,6 +460,14 @@ def test_the_page_of_agents_has_every_variable_and_every_agent() -> None:
 def test_the_readme_links_every_page() -> None:
     linked = {(ROOT / link).resolve() for link in README.links()}
     assert [page.name for page in GUIDES[1:] if page.path not in linked] == []
+
+
+def test_the_architecture_page_names_every_room() -> None:
+    page = Page(ROOT / "docs" / "architecture.md")
+    product = [package for package in PACKAGES if package != "bench"]
+    modules = [path for package in product for path in (ROOT / package).rglob("__init__.py")]
+    rooms = {f"{path.parent.relative_to(ROOT).as_posix()}/" for path in modules}
+    assert rooms - set(page.inline_code()) == set()
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -20,9 +20,9 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 ROOMS = ("headpond", "tasks", "workers", "orchestrator")
 HANDLERS = {
-    "Planner.plan", "Submitter.submit_waiting", "ReplyStream.accept", "Groups.apply", "Composer.drop_stale",
+    "Planner.plan", "Submitter.submit_waiting", "ReplyStream.accept", "Replies.apply", "Composer.drop_stale",
     "Composer.compose", "Composer.encoded", "Sealer._seal", "Ledger.deliver", "Ledger.commit_soon", "Writer._commit",
-    "filter_body", "advantage_body", "encode_body", "BatchReader.__init__", "Batch._micro_batch", "write_reply",
+    "filter_group", "estimate", "encode", "BatchReader.__init__", "Batch._micro_batch", "write_reply",
     "Execution.done", "write_lease",
 }  # fmt: skip
 
@@ -117,7 +117,6 @@ def in_the_worker() -> Trace:
 
 
 def in_the_pipeline() -> Trace:
-    os.environ["HEADPOND_TEST_HOOKS"] = "1"
     from simulation.world import World
 
     logging.disable(logging.ERROR)
