@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from bench.harness import stock_celery
 from bench.harness.canary import INTERVAL_S, Canary
-from bench.harness.cluster import Cluster, Run, start_cluster
+from bench.harness.cluster import NOOPS, Cluster, Run, start_cluster
 from bench.harness.progress import Show, progress
 from bench.harness.report import Report, Target, median
 from headpond.errors import RunError
@@ -78,6 +78,7 @@ def run(*, quick: bool) -> Report:
 
 def _settings(size: Size) -> dict[str, object]:
     return {
+        **NOOPS,
         "steps": size.steps,
         "batch__size": size.step_groups,
         "rollouts__group_size": GROUP_SIZE,

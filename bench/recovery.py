@@ -9,7 +9,7 @@ import time
 from contextlib import closing
 from dataclasses import dataclass
 
-from bench.harness.cluster import Cluster, Run, start_cluster
+from bench.harness.cluster import NOOPS, Cluster, Run, start_cluster
 from bench.harness.progress import Show, progress
 from bench.harness.report import Report, Target, median
 from headpond.broker import redis_keys
@@ -60,18 +60,19 @@ def run(*, quick: bool) -> Report:
 
 def _settings(size: Size) -> dict[str, object]:
     return {
+        **NOOPS,
         "steps": STEPS,
         "batch__unit": "rollouts",
         "batch__size": size.rollouts // STEPS,
         "rollouts__group_size": GROUP_SIZE,
         "recovery__lease_s": size.lease_s,
-        "noop__rollout_s": AFTERWARDS_S,
+        "noop_rollout_s": AFTERWARDS_S,
     }
 
 
 def _round(cluster: Cluster, size: Size, show: Show) -> Round:
     show(f"starting a worker and {size.rollouts} rollouts")
-    doomed = cluster.rollout_worker(concurrency=size.rollouts, noop__rollout_s=ENDLESS_S)
+    doomed = cluster.rollout_worker(concurrency=size.rollouts, noop_rollout_s=ENDLESS_S)
     run = cluster.orchestrator()
     wait_until = functools.partial(run.process.wait_until, timeout_s=ROUND_S)
     wait_until(lambda: len(_running_on(doomed, cluster)) == size.rollouts, what="all rollouts are running")

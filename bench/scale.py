@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.harness.cluster import Cluster, Run, start_cluster
+from bench.harness.cluster import NOOPS, Cluster, Run, start_cluster
 from bench.harness.ledger_maker import make_ledger
 from bench.harness.procfs import cpu_s, resident_mb
 from bench.harness.progress import Show, progress
@@ -126,7 +126,7 @@ Measured = tuple[dict[str, float], list[Target]]
 
 def _measure_steps(size: Size, rounds: int, show: Show) -> Measured:
     played: dict[int, list[Timings]] = {rollouts: [] for rollouts in size.steps}
-    with start_cluster(rollouts__group_size=GROUP_SIZE) as cluster:
+    with start_cluster(**NOOPS, rollouts__group_size=GROUP_SIZE) as cluster:
         cluster.rollout_worker(concurrency=1_024)
         cluster.compute_worker(concurrency=COMPUTE_PROCESSES)
         cluster.wait_ready()
@@ -159,8 +159,8 @@ def _measure_in_flight(size: Size, _: int, show: Show) -> Measured:
         nonlocal most
         most = max(most, sum(status["running_by_worker"].values()))
 
-    with start_cluster(**settings, steps=9, batch__size=step_groups) as cluster:
-        cluster.rollout_worker(concurrency=size.in_flight, noop__rollout_s=size.held_s)
+    with start_cluster(**NOOPS, **settings, steps=9, batch__size=step_groups) as cluster:
+        cluster.rollout_worker(concurrency=size.in_flight, noop_rollout_s=size.held_s)
         cluster.compute_worker(concurrency=COMPUTE_PROCESSES)
         cluster.wait_ready()
         _play(cluster.orchestrator(program=TIMED), lambda text: show(f"{name}: {text}"), look)
@@ -180,10 +180,10 @@ def _measure_open_groups(size: Size, _: int, show: Show) -> Measured:
     """The rollouts of all groups are queued; then the run is stopped, which withdraws them."""
     name, rollouts = f"{size.open_groups} open groups", size.open_groups * GROUP_SIZE
     settings = {"rollouts__group_size": GROUP_SIZE, "rollouts__max_in_flight": rollouts}
-    with start_cluster(**settings, steps=64, batch__size=-(-size.open_groups // 16)) as cluster:
+    with start_cluster(**NOOPS, **settings, steps=64, batch__size=-(-size.open_groups // 16)) as cluster:
         hold = cluster.directory / "hold"
         hold.touch()
-        cluster.rollout_worker(concurrency=16, noop__hold_while=hold)
+        cluster.rollout_worker(concurrency=16, noop_hold_while=hold)
         cluster.wait_ready()
         run = cluster.orchestrator(program=TIMED)
         at_s = [
@@ -214,7 +214,7 @@ def _measure_memory(size: Size, _: int, show: Show) -> Measured:
     """After a quarter of the steps, in which caches fill and memory is touched for the first time, and before the end,
     when `headpond run` audits."""
     memory: list[tuple[int, float]] = []
-    with start_cluster(rollouts__group_size=GROUP_SIZE, steps=size.many_steps, batch__size=1) as cluster:
+    with start_cluster(**NOOPS, rollouts__group_size=GROUP_SIZE, steps=size.many_steps, batch__size=1) as cluster:
         cluster.rollout_worker(concurrency=64)
         cluster.compute_worker(concurrency=COMPUTE_PROCESSES)
         cluster.wait_ready()
@@ -242,7 +242,7 @@ def _measure_ledger(size: Size, _: int, show: Show) -> Measured:
     """Start, status and sweep of a run with a ledger of many closed rollouts, which is made and not played."""
     name = f"ledger of {size.closed} rollouts"
     settings = {"rollouts__group_size": GROUP_SIZE, "rollouts__max_in_flight": GROUP_SIZE, "steps": size.closed}
-    with start_cluster(**settings) as cluster:  # more steps than the ledger has, so that the run continues
+    with start_cluster(**NOOPS, **settings) as cluster:  # more steps than the ledger has, so that the run continues
         show(f"{name}: making it")
         made, empty = cluster.directory / "made", cluster.directory / "empty"
         made.mkdir()

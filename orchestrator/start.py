@@ -10,14 +10,13 @@ import sys
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
-from headpond.config import RunConfig, named_rules, test_hooks
+from headpond.config import RunConfig, named_rules
 from headpond.errors import BatchError, ConfigError, HeadpondError, RunLocked
 from headpond.event_loop import garbage
 from headpond.event_loop.factory import event_loop_factory
 from headpond.event_loop.lag_summaries import redis_publisher
 from headpond.ledger import schema
 from headpond.orchestrator import run_dir
-from headpond.orchestrator.duties import crash_points
 from headpond.orchestrator.exchange.redis_connection import Broker
 from headpond.orchestrator.ledger import rebuild
 from headpond.orchestrator.ledger.ledger import Ledger
@@ -41,7 +40,6 @@ def run(
 ) -> dict[str, Any]:
     """Drive the run until it is done or stopped; returns its last status. `engine_check`: the command that examines the
     engine before the first rollout."""
-    crash_points.arm(test_hooks.crash_at(config))
     if not config.environments:
         raise ConfigError('no environment to play: configure [environments.NAME] with use = "..."')
     batch_phase = named_rules.check_rules(config)

@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from headpond.config import RunConfig
-from headpond.config.test_hooks import noop_settings
 from headpond.engines.http.client import EngineClient
 from headpond.environments import agent_program, grading
 from headpond.environments.loading import LoadedEnvironment, load_environments
@@ -135,7 +134,7 @@ class Player:
 
 def _load_environments(config: RunConfig) -> dict[str, LoadedEnvironment]:
     """Those of the run, or the built-in ones if there are none; and those of evaluations. Blocks."""
-    real = {name: each for name, each in config.environments.items() if not noop_settings(config, name)}
-    loaded = load_environments(real, config.place_of)
-    evaluated = {name: each for name, each in config.evaluation.items() if not noop_settings(config, name)}
-    return loaded | (load_environments(evaluated, config.place_of, section="evaluation") if evaluated else {})
+    loaded = load_environments(config.environments, config.place_of)
+    if config.evaluation:
+        loaded |= load_environments(config.evaluation, config.place_of, section="evaluation")
+    return loaded

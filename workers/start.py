@@ -12,10 +12,9 @@ from click.core import ParameterSource
 
 from headpond.broker.queues import Queue, WorkerKind
 from headpond.config import DEFAULT_REDIS_URL
-from headpond.config.test_hooks import HookedRunConfig
 from headpond.processes import privacy
 from headpond.store import open_store
-from headpond.tasks import agreement, celery_app, noop
+from headpond.tasks import agreement, celery_app
 from headpond.tasks.celery_app import settings
 from headpond.workers import admission, celery_changes
 
@@ -38,8 +37,6 @@ def set_up(app: Celery, kind: WorkerKind, pool: str) -> None:
         if not _named_by_user():
             instance.hostname = f"{kind}-{os.getpid()}@{socket.gethostname()}"
         agreement.node = instance.hostname
-        if isinstance(settings(), HookedRunConfig):
-            noop.install()
         _hide_secrets(kind)
 
     celeryd_init.connect(check_and_name, weak=False)

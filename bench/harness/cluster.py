@@ -20,6 +20,8 @@ from headpond.tasks.celery_app import CONTENT_TYPE
 
 START_S = 60.0  # imports of a worker take 2 s, longer on a busy machine
 PING_S = 0.5
+NOOPS: dict[str, object] = {"environments__noop__use": "noop", "engine__check": "false"}
+"""Settings of a run of no-op stages."""
 ENGINE_READY = re.compile(r"action=engine_ready url=(http://\S+)")
 
 
@@ -37,7 +39,8 @@ class Run:
 
 
 class Cluster:
-    """Settings are keys of RunConfig as in HEADPOND_* variables: `rollouts__group_size=8`."""
+    """Settings are keys of RunConfig as in HEADPOND_* variables: `rollouts__group_size=8`. Those of no-op stages are as
+    in NOOP_* variables: `noop_rollout_s=1`."""
 
     def __init__(self, directory: Path, server: EmbeddedRedis, settings: Mapping[str, object]) -> None:
         self.directory = directory
@@ -45,11 +48,10 @@ class Cluster:
         self.redis = redis.Redis.from_url(server.url)
         self._server = server
         self.store = (directory / "store").absolute().as_uri()
-        # By default a benchmark does not wait for a trainer, and may play no-op stages (HEADPOND_TEST_HOOKS). A trainer
-        # announces versions and loads no weights.
-        defaults: dict[str, object] = {"trainer__max_steps_ahead": "unlimited", "test_hooks": 1}
-        defaults |= {"engine__versions": "announced"}
+        # By default a benchmark does not wait for a trainer. A trainer announces versions and loads no weights.
+        defaults: dict[str, object] = {"trainer__max_steps_ahead": "unlimited", "engine__versions": "announced"}
         self._settings = {"redis_url": server.url, "store": self.store, **defaults, **settings}
+        self._workers = "bench.harness.noop" if NOOPS.items() <= settings.items() else "headpond.workers"
         self._processes: list[tuple[str, ChildProcess]] = []
         self._starting: list[tuple[ChildProcess, str, str]] = []
         self._started = 0
@@ -62,7 +64,7 @@ class Cluster:
 
     def start(self, kind: str, *command: str, **settings: object) -> ChildProcess:
         self._started += 1
-        variables = {f"HEADPOND_{name.upper()}": str(value) for name, value in {**self._settings, **settings}.items()}
+        variables = {_variable(name): str(value) for name, value in {**self._settings, **settings}.items()}
         process = ChildProcess(f"{kind}-{self._started}", list(command), directory=self.directory, variables=variables)
         self._processes.append((kind, process))
         return process
@@ -82,11 +84,11 @@ class Cluster:
 
     def rollout_worker(self, *, concurrency: int, **settings: object) -> ChildProcess:
         options = ["-Q", "rollouts", "-c", str(concurrency)]
-        return self.worker("rollout worker", "headpond.workers.rollouts", options, **settings)
+        return self.worker("rollout worker", f"{self._workers}.rollouts", options, **settings)
 
     def compute_worker(self, *, concurrency: int) -> ChildProcess:
         options = ["-Q", "filtering,advantages,encoding", "-c", str(concurrency)]
-        return self.worker("compute worker", "headpond.workers.compute", options)
+        return self.worker("compute worker", f"{self._workers}.compute", options)
 
     def worker(
         self, kind: str, app: str, options: list[str], broker_url: str = "", /, **settings: object
@@ -132,6 +134,10 @@ class Cluster:
         for kind, process in self._processes:
             spent[kind] = spent.get(kind, 0.0) + cpu_s(process.pid)
         return spent
+
+
+def _variable(setting: str) -> str:
+    return setting.upper() if setting.startswith("noop_") else f"HEADPOND_{setting.upper()}"
 
 
 @contextmanager

@@ -66,11 +66,10 @@ def _check_engine(config: Path | None, settings: "RunConfig") -> list[str] | Non
     which never runs in the orchestrator's."""
     import asyncio
 
-    from headpond.config.test_hooks import checks_engine
     from headpond.errors import ConfigError
     from headpond.orchestrator.serving.engine_check import examined
 
-    if not checks_engine(settings):
+    if not settings.engine.check:
         return None
     command = [sys.executable, "-m", "headpond.doctor", *([str(config)] if config else [])]
     found = asyncio.run(examined(command))

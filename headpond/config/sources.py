@@ -14,7 +14,6 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from headpond.config import test_hooks
 from headpond.config.old_names import refuse_old_values, refuse_old_variables
 from headpond.config.problems import (
     Keys,
@@ -45,7 +44,6 @@ def load(
     (`--engine-urls`), without the name of the command's own `section`.
     """
     refuse_old_variables(environ)
-    model = test_hooks.model_for(environ)
     if path is None and CONFIG_VARIABLE in environ:
         path = Path(environ[CONFIG_VARIABLE])
     text = _read(path) if path else ""
@@ -55,7 +53,7 @@ def load(
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     refuse_old_values(path, values)
     origins: Origins = {}
-    for name, lower_case, value in _from_environment(environ, model):
+    for name, lower_case, value in _from_environment(environ):
         keys = _spelled(values, lower_case)
         _set(values, keys, value)
         origins[keys] = f"environment, {name}"
@@ -66,30 +64,30 @@ def load(
             named = keys[1:] if keys[0] == section else keys
             origins[keys] = "--" + "-".join(named).replace("_", "-")
     source = Source(path=path, text=text, origins=origins)
-    problems = _wrong_types(values, model, origins)
+    problems = _wrong_types(values, origins)
     try:
-        config = model.model_validate(values)
+        config = RunConfig.model_validate(values)
     except ValidationError as error:
         found = error.errors()
         found += [problem for problem in problems if problem["loc"] not in [each["loc"] for each in found]]
-        raise ConfigError(describe(found, model, source)) from error
+        raise ConfigError(describe(found, RunConfig, source)) from error
     if problems:
-        raise ConfigError(describe(problems, model, source))
+        raise ConfigError(describe(problems, RunConfig, source))
     config.read_from(source)
     return config
 
 
-def _wrong_types(values: Mapping[str, Any], model: type[RunConfig], origins: Origins) -> list[ErrorDetails]:
+def _wrong_types(values: Mapping[str, Any], origins: Origins) -> list[ErrorDetails]:
     """Values of the file that only a conversion makes valid: `size = "16"`, `seeded = 1`. Variables are always text."""
     try:
-        model.model_validate_json(json.dumps(values, default=str), strict=True)
+        RunConfig.model_validate_json(json.dumps(values, default=str), strict=True)
     except ValidationError as error:
         return [
             problem
             for problem in error.errors()
             if problem["type"] in ("int_type", "float_type", "bool_type")
             and isinstance(problem["input"], str | bool | int | float)
-            and setting_keys(model, problem["loc"]) not in origins
+            and setting_keys(RunConfig, problem["loc"]) not in origins
         ]
     return []
 
@@ -103,14 +101,14 @@ def _read(path: Path) -> str:
         raise ConfigError(f"cannot read the configuration {path}: not valid UTF-8 ({error.reason})") from error
 
 
-def _from_environment(environ: Mapping[str, str], model: type[RunConfig]) -> Iterator[tuple[str, Keys, Any]]:
+def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[str, Keys, Any]]:
     """`HEADPOND_RECOVERY__LEASE_S=5` sets `lease_s` in `[recovery]`."""
     for name, value in environ.items():
-        if name.startswith(PREFIX) and name not in (CONFIG_VARIABLE, test_hooks.SWITCH):
+        if name.startswith(PREFIX) and name != CONFIG_VARIABLE:
             keys = tuple(name.removeprefix(PREFIX).lower().split("__"))
-            toml = is_toml(model, keys)
+            toml = is_toml(RunConfig, keys)
             if toml is None:
-                raise ConfigError(unknown_variable(name, model, PREFIX, [CONFIG_VARIABLE]))
+                raise ConfigError(unknown_variable(name, RunConfig, PREFIX, [CONFIG_VARIABLE]))
             yield name, keys, _typed(value) if toml else value
 
 

@@ -18,8 +18,8 @@ from support.chaos.environments import tokens_of
 from support.chaos.faults import FAULTS, HELD, IN_WORLDS
 from support.chaos.play import played_in
 
+from bench.harness.noop.stages import chance
 from headpond.ids import GroupId, RolloutId
-from headpond.tasks.noop import chance
 
 
 @pytest.mark.timeout(700)

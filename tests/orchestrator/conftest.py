@@ -19,6 +19,6 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock of the reconciler, the gates and the watch over progress."""
     clock = Clock()
-    for module in ("reconciler", "gates", "stall"):
+    for module in ("reconciler", "exchange.gates", "reporting.stall"):
         monkeypatch.setattr(f"headpond.orchestrator.{module}.time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock

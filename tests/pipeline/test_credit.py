@@ -51,7 +51,7 @@ def run(tmp_path: Path, estimator: str) -> tuple[dict[str, dict[str, Any]], list
         }
         with cluster_in(tmp_path, **settings) as cluster:
             (cluster.directory / "duel.py").write_text(ENVIRONMENT)
-            cluster.config.write_text(cluster.config.read_text() + DECLARED)
+            cluster.add_environments(DECLARED)
             cluster.rollout_worker(PYTHONPATH=f"{Path(__file__).parents[2]}:{cluster.directory}")
             cluster.compute_worker()
             orchestrator = cluster.orchestrator()

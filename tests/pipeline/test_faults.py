@@ -43,7 +43,7 @@ def test_a_repeatedly_killed_orchestrator_delivers_every_step_once(pipeline: Pip
     cluster.compute_worker()
     trainer = pipeline.trainer()
     for point in ("replies_committed:20", "composed", "encoded:2", "sealed:2"):
-        killed = cluster.orchestrator(HEADPOND_TESTING__CRASH_AT=point)
+        killed = cluster.orchestrator(CRASH_AT=point)
         assert killed.wait() == -signal.SIGKILL, killed.text[-2000:]
     pipeline.finish(cluster.orchestrator(), trainer)
     assert sorted(hashes(trainer)) == list(range(4))

@@ -52,7 +52,7 @@ def test_fields_of_scores_and_turns_reach_the_trainer_at_their_positions(tmp_pat
         }
         with cluster_in(tmp_path, **settings) as cluster:
             (cluster.directory / "outside.py").write_text(ENVIRONMENT)
-            cluster.config.write_text(cluster.config.read_text() + DECLARED)
+            cluster.add_environments(DECLARED)
             cluster.rollout_worker(PYTHONPATH=f"{Path(__file__).parents[2]}:{cluster.directory}")
             cluster.compute_worker()
             run = cluster.orchestrator()

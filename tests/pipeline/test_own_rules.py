@@ -115,7 +115,7 @@ def test_rules_of_another_package_survive_kills_of_the_orchestrator(tmp_path: Pa
         cluster.compute_worker(**variables)
         orchestrators = []
         for point in ("estimated:2", "sealed", "composed"):
-            killed = cluster.orchestrator(HEADPOND_TESTING__CRASH_AT=point, **variables)
+            killed = cluster.orchestrator(CRASH_AT=point, **variables)
             assert killed.wait(90) == -signal.SIGKILL, killed.text[-2000:]
             orchestrators.append(killed)
         orchestrators.append(cluster.orchestrator(**variables))

@@ -65,7 +65,7 @@ def test_a_sampler_of_another_package_survives_kills_of_the_orchestrator(tmp_pat
         cluster.compute_worker(**variables)
         orchestrators = []
         for point in ("planned:2", "submitted:3", "replies_read:4", "replies_committed:6", "composed:2"):
-            killed = cluster.orchestrator(HEADPOND_TESTING__CRASH_AT=point, **variables)
+            killed = cluster.orchestrator(CRASH_AT=point, **variables)
             assert killed.wait() == -signal.SIGKILL, killed.text[-2000:]
             orchestrators.append(killed)
         orchestrators.append(cluster.orchestrator(**variables))

@@ -34,7 +34,7 @@ def test_rollouts_of_three_environments_become_batches_and_are_released(tmp_path
             "trainer": {"max_steps_ahead": 1},
         }
         with cluster_in(tmp_path / "a run", **settings) as cluster:  # its store has a percent-encoded URL
-            cluster.config.write_text(cluster.config.read_text() + ENVIRONMENTS)
+            cluster.add_environments(ENVIRONMENTS)
             cluster.rollout_worker()
             cluster.compute_worker()
             run = cluster.orchestrator()
@@ -96,7 +96,7 @@ def test_prime_rl_steps_follow_its_trainers_broadcasts_and_are_removed_once_trai
         cluster, out = pipeline.cluster, pipeline.cluster.run_dir
         cluster.rollout_worker()
         cluster.compute_worker()
-        killed = cluster.orchestrator(HEADPOND_TESTING__CRASH_AT="sealed")
+        killed = cluster.orchestrator(CRASH_AT="sealed")
         assert killed.wait() == -signal.SIGKILL, killed.text[-2000:]
         run = cluster.orchestrator()
         for step in range(1, 7):  # as prime-rl's trainer counts

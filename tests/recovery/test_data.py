@@ -28,7 +28,7 @@ def played(cluster: Cluster) -> list[int]:
 
 def test_a_killed_run_plays_the_examples_of_its_seed_and_ends_with_them(shared: Cluster) -> None:
     for point in ("planned", "submitted", "replies_read:2", "sealed"):
-        crashed = shared.orchestrator(HEADPOND_TESTING__CRASH_AT=point)
+        crashed = shared.orchestrator(CRASH_AT=point)
         assert crashed.wait() == -signal.SIGKILL, crashed.text[-2000:]
     run = shared.orchestrator()
     result = shared.finish(run)
@@ -48,7 +48,7 @@ def test_a_run_out_of_data_continues_with_more_epochs_and_tells_its_trainer(shar
     assert trainers_loop_ends()
     assert shared.redis.get(redis_keys.ENDED) == read(shared.run_dir)["run"].encode()
     more = {"HEADPOND_ENVIRONMENTS__NOOP__EPOCHS": "4"}
-    assert shared.orchestrator(HEADPOND_TESTING__CRASH_AT="planned", **more).wait() == -signal.SIGKILL
+    assert shared.orchestrator(CRASH_AT="planned", **more).wait() == -signal.SIGKILL
     assert not trainers_loop_ends()
     assert not shared.redis.exists(redis_keys.ENDED), "its executions would end"
     again = shared.orchestrator(**more)

@@ -44,7 +44,7 @@ def test_killed_processes_neither_lose_nor_repeat_a_rollout_of_an_evaluation(tmp
         worker = cluster.rollout_worker(concurrency=128)  # more than there are rollouts
         cluster.compute_worker()
         for point in ("submitted:2", "published"):  # the first submission is the survey's
-            crashed = cluster.orchestrator(HEADPOND_TESTING__CRASH_AT=point)
+            crashed = cluster.orchestrator(CRASH_AT=point)
             assert crashed.wait() == -signal.SIGKILL, crashed.text[-2000:]
         killed = cluster.orchestrator()
         cluster.wait_running(3, of=".v000001-")
@@ -52,7 +52,7 @@ def test_killed_processes_neither_lose_nor_repeat_a_rollout_of_an_evaluation(tmp
         worker.kill()
         hold.unlink()
         cluster.rollout_worker()
-        crashed = cluster.orchestrator(HEADPOND_TESTING__CRASH_AT="replies_read")
+        crashed = cluster.orchestrator(CRASH_AT="replies_read")
         assert crashed.wait() == -signal.SIGKILL, crashed.text[-2000:]
         run = cluster.orchestrator()
         wait_until(lambda: evaluated(cluster, 0), what="the evaluation of version 0")

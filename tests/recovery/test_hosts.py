@@ -134,7 +134,7 @@ def test_failures_count_when_every_worker_fails(tmp_path: Path) -> None:
         run = cluster.orchestrator()
         assert run.wait() != 0
         assert "died of the same error" in run.text
-        assert "fails by configuration (noop.failure_rate)" in run.text
+        assert "fails by configuration (NOOP_FAILURE_RATE)" in run.text
         failures = cluster.ledger("SELECT DISTINCT failures FROM kept_jobs WHERE state = 'dead'")
     assert failures == [(3,)]
 

@@ -31,7 +31,7 @@ def lines(cluster: Cluster) -> list[dict[str, Any]]:
 
 def killed(cluster: Cluster, run: str, point: str) -> None:
     cluster.new_run(run)
-    assert cluster.orchestrator(HEADPOND_TESTING__CRASH_AT=point).wait() == -signal.SIGKILL
+    assert cluster.orchestrator(CRASH_AT=point).wait() == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("point", ["encoded:2", "sealed:1", "sealed:2", "delivered:2", "composed:3"])

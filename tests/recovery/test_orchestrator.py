@@ -27,7 +27,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.mark.parametrize("point", [*POINTS, "replies_read:3", "submitted:4"])
 def test_a_run_killed_at_any_crash_point_is_resumed(shared: Cluster, point: str) -> None:
     shared.new_run(point)
-    crashed = shared.orchestrator(HEADPOND_TESTING__CRASH_AT=point)
+    crashed = shared.orchestrator(CRASH_AT=point)
     assert crashed.wait() == -signal.SIGKILL
     result = shared.finish(shared.orchestrator())
     assert result["steps"] == 2
@@ -35,7 +35,7 @@ def test_a_run_killed_at_any_crash_point_is_resumed(shared: Cluster, point: str)
 
 def test_duplicate_and_reordered_replies_count_once(shared: Cluster) -> None:
     shared.new_run("replies")
-    crashed = shared.orchestrator(HEADPOND_TESTING__CRASH_AT="published:2")
+    crashed = shared.orchestrator(CRASH_AT="published:2")
     assert crashed.wait() == -signal.SIGKILL
     stream = wait_until(lambda: next(shared.redis.scan_iter(redis_keys.replies("*")), None), what="replies")
     wait_until(lambda: shared.redis.xlen(stream) >= 32, what="a reply to each of the 32 rollouts")
@@ -68,7 +68,7 @@ def test_a_paused_orchestrator_declares_no_job_lost(shared: Cluster) -> None:
 
 def test_a_lost_ledger_is_rebuilt_from_the_manifests(shared: Cluster) -> None:
     shared.new_run("lost-ledger")
-    crashed = shared.orchestrator(HEADPOND_TESTING__CRASH_AT="delivered")
+    crashed = shared.orchestrator(CRASH_AT="delivered")
     assert crashed.wait() == -signal.SIGKILL
     sealed = (shared.store / "batches/step_000000/manifest.json").read_bytes()
     for path in shared.run_dir.glob("ledger.sqlite*"):

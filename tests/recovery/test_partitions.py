@@ -25,7 +25,7 @@ def opened() -> Iterator[Links]:
 def far_worker(cluster: Cluster, opened: Links, hold: Path) -> Iterator[tuple[Process, NetworkNamespace | Link]]:
     """A rollout worker in a network namespace; where there can be none, one behind a link, and a warning says so."""
     with network_namespace() as namespace:
-        held = {"HEADPOND_NOOP__HOLD_WHILE": str(hold)}
+        held = {"NOOP_HOLD_WHILE": str(hold)}
         if isinstance(namespace, str):
             warnings.warn(f"no network namespace ({namespace}): a proxy cuts the connections instead", stacklevel=2)
             near = opened.to(cluster.redis_server.port)

@@ -58,7 +58,7 @@ def test_a_wedged_event_loop_loses_its_leases(tmp_path: Path) -> None:
     with cluster_in(tmp_path, noop={"rollout_s": 0.3}) as cluster:
         wedge.touch()
         cluster.compute_worker()
-        wedged = cluster.rollout_worker(concurrency=8, HEADPOND_NOOP__WEDGE_WHILE=str(wedge))
+        wedged = cluster.rollout_worker(concurrency=8, NOOP_WEDGE_WHILE=str(wedge))
         run = cluster.orchestrator()
         cluster.wait_running(1)
         cluster.rollout_worker(concurrency=8)
@@ -106,7 +106,7 @@ def test_a_draining_worker_ends_when_its_run_does(tmp_path: Path) -> None:
     settings = {"batch": {"order": "completion"}, "rollouts": {"oversample": 2.0}, "recovery": {"drain_s": 2 * HANG_S}}
     with cluster_in(tmp_path, **settings) as cluster:
         cluster.compute_worker()
-        draining = cluster.rollout_worker(concurrency=2, HEADPOND_NOOP__HOLD_WHILE=str(held))
+        draining = cluster.rollout_worker(concurrency=2, NOOP_HOLD_WHILE=str(held))
         run = cluster.orchestrator()
         cluster.wait_running(2)
         draining.signal(signal.SIGTERM)

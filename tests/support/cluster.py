@@ -13,12 +13,13 @@ from typing import Any
 
 import redis
 
+from bench.harness.noop.stages import NOOP, PREFIX
 from headpond.broker import redis_keys
-from headpond.config import test_hooks
 from headpond.inspection.run_json import ledger_path
 from headpond.ledger.schema import reading
 from headpond.orchestrator.ledger.audit import audit
 from headpond.processes.embedded_redis import EmbeddedRedis
+from support import crash_points
 from support.forked_programs import Forked, is_program
 from support.waiting import HANG_S, wait_until
 
@@ -80,6 +81,7 @@ def _started(
 ) -> "Forked | subprocess.Popen[bytes]":
     if is_program(command) and environment.get("LD_PRELOAD") == os.environ.get("LD_PRELOAD"):
         return Forked(command, environment, log, directory)
+    assert crash_points.VARIABLE not in environment, "only a fork kills itself at a crash point"
     with log.open("wb") as output:
         return subprocess.Popen(
             command, env=environment, stdout=output, stderr=subprocess.STDOUT, cwd=directory, start_new_session=True
@@ -105,10 +107,21 @@ class Cluster:
         """prefix of every command: `SmallDisk.enter`"""
 
     def configure(self, **settings: Any) -> None:
+        """Settings of the run, and `noop`, which has those of no-op stages. They are played by default."""
         values: dict[str, Any] = {"run_dir": str(self.run_dir), "store": self.store.as_uri()} | DEFAULTS
         for key, value in settings.items():
             values[key] = values.get(key, {}) | value if isinstance(value, dict) else value
+        self.noop = {f"{PREFIX}{key.upper()}": str(value) for key, value in values.pop("noop", {}).items()}
+        if not any(key.startswith("environments.") for key in values):
+            values["environments.noop"] = {"use": NOOP}
+        self.plays_noops = any(isinstance(value, dict) and value.get("use") == NOOP for value in values.values())
         self.config.write_text(toml(values))
+
+    def add_environments(self, tables: str) -> None:
+        """Play the environments of `tables` instead of the no-op environment."""
+        settings = self.config.read_text().replace(f'[environments.noop]\nuse = "{NOOP}"\n', "")
+        self.config.write_text(settings + tables)
+        self.plays_noops = False
 
     def new_run(self, name: str) -> None:
         """The next orchestrator begins another run, with the same Redis and workers."""
@@ -120,9 +133,9 @@ class Cluster:
         environment |= {
             "HEADPOND_CONFIG": str(self.config),
             "HEADPOND_REDIS_URL": self.redis_server.url,
-            test_hooks.SWITCH: "1",
             "HEADPOND_ENGINE__CHECK": "false",
             "PYTHONPATH": str(Path(__file__).parent.parent.parent),
+            **self.noop,
             **self.variables,
             **variables,
         }
@@ -140,7 +153,8 @@ class Cluster:
     def worker(self, kind: str, queues: str, concurrency: int, **variables: str) -> Process:
         name = f"{kind}{len(self.processes)}@test"
         options = f"-Q {queues} -l INFO -n {name} -c {concurrency}".split()
-        command = [str(BIN / "celery"), "-A", f"headpond.workers.{kind}", "worker", *options]
+        workers = "bench.harness.noop" if self.plays_noops else "headpond.workers"
+        command = [str(BIN / "celery"), "-A", f"{workers}.{kind}", "worker", *options]
         return self.start("rollout-worker" if kind == "rollouts" else "compute-worker", *command, **variables)
 
     def orchestrator(self, **variables: str) -> Process:

@@ -14,6 +14,8 @@ import threading
 import time
 from pathlib import Path
 
+from support import crash_points
+
 # Libraries, and those of our modules that read no settings at import.
 PRELOADED = [
     "celery.bin.celery",
@@ -90,4 +92,7 @@ def _run(program: str) -> None:
         from celery.__main__ import main
     else:
         from headpond.commands.main import main
+
+        if crash_at := os.environ.get(crash_points.VARIABLE):
+            crash_points.install(crash_at)
     main()

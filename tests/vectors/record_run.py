@@ -39,7 +39,7 @@ def main() -> None:
             cluster = pipeline.cluster
             cluster.rollout_worker()
             cluster.compute_worker()
-            run = cluster.orchestrator(HEADPOND_TESTING__CRASH_AT="encoded:3")
+            run = cluster.orchestrator(CRASH_AT="encoded:3")
             trainer = pipeline.trainer(checkpoint_every=1)
             assert run.wait() == -signal.SIGKILL, run.text
             wait_until(lambda: read_trainer(cluster.run_dir).checkpointed == 1, what="the trainer")

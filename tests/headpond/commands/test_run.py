@@ -15,7 +15,6 @@ from support.waiting import HANG_S, wait_until
 
 from headpond import config
 from headpond.commands.run import summary
-from headpond.config import test_hooks
 from headpond.inspection import status
 from headpond.orchestrator import run_dir
 from headpond.orchestrator.ledger.ledger import Ledger
@@ -34,7 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
 @pytest.fixture
 def environment(server: EmbeddedRedis, tmp_path: Path) -> dict[str, str]:
     ours = {"HEADPOND_REDIS_URL": server.url, "HEADPOND_RUN_DIR": str(tmp_path / "run"), "HEADPOND_STEPS": "3"}
-    ours[test_hooks.SWITCH] = "1"
+    ours |= {"HEADPOND_ENVIRONMENTS__NOOP__USE": "noop", "HEADPOND_ENGINE__CHECK": "false"}
     return {name: value for name, value in os.environ.items() if not name.startswith("HEADPOND_")} | ours | {
         "PYTHONPATH": ROOT,
         "HEADPOND_BATCH__SIZE": "4",

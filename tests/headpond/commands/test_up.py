@@ -17,7 +17,7 @@ from support.waiting import HANG_S, wait_until
 
 HEADPOND = str(Path(sys.executable).parent / "headpond")
 ROOT = Path(__file__).parents[3]
-NOOP = """
+RUN = """
 run_dir = "runs/test"
 steps = 100000
 
@@ -31,9 +31,28 @@ size = 2
 [trainer]
 max_steps_ahead = "unlimited"
 
-[noop]
-rollout_s = 0.3
+[engine]
+command = "headpond engine --port {port}"
+versions = "announced"
+
+[environments.paced]
+use = "paced:Paced"
 """
+PACED = """
+import asyncio, random
+from headpond import Score
+
+class Paced:
+    def __init__(self, seconds: float = 0.3) -> None:
+        self.seconds = seconds
+        self.examples = range(1000)
+
+    async def rollout(self, example, policy):
+        await asyncio.sleep(self.seconds)
+        await policy.chat([{"role": "user", "content": str(example)}])
+        return Score(reward=random.random())
+"""
+HELD = "[environments.paced.options]\nseconds = 3600\n"
 PARTS = ("headpond up", "headpond run", "headpond sessions", "headpond.workers.rollouts", "headpond.workers.compute")
 
 
@@ -45,8 +64,9 @@ class Started(MarkedProcesses):
         self.directory = directory
         self.run_dir = directory / "runs" / "test"
         (directory / "tmp").mkdir()
-        self.env |= {"HEADPOND_TEST_HOOKS": "1", "TMPDIR": str(directory / "tmp"), "PYTHONDONTWRITEBYTECODE": "1"}
-        self.write(NOOP)
+        self.env |= {"TMPDIR": str(directory / "tmp"), "PYTHONDONTWRITEBYTECODE": "1"}
+        (directory / "paced.py").write_text(PACED)
+        self.write(RUN)
         self.ups: list[subprocess.Popen[str]] = []
 
     def write(self, configuration: str) -> None:
@@ -84,7 +104,7 @@ class Started(MarkedProcesses):
         self.assert_nothing_left()
         files = {path.relative_to(self.directory) for path in self.directory.rglob("*")}
         files = {path for path in files if not path.is_relative_to("runs/test")}
-        assert files == {Path("run.toml"), Path("runs"), Path("tmp")}
+        assert files == {Path("run.toml"), Path("paced.py"), Path("runs"), Path("tmp")}
 
 
 @pytest.fixture
@@ -120,7 +140,7 @@ def test_a_worker_that_dies_is_started_again_and_ctrl_c_drains(started: Started)
 
 def test_why_names_a_trainer_that_ended_in_the_middle(started: Started) -> None:
     ends = '[trainer]\ncommand = "echo no data left"'
-    started.write(NOOP.replace("[trainer]", ends))
+    started.write(RUN.replace("[trainer]", ends))
     up = started.start()
     started.wait_step()
 
@@ -139,7 +159,7 @@ def test_why_names_a_trainer_that_ended_in_the_middle(started: Started) -> None:
 
 
 def test_a_run_directory_that_cannot_be_made_is_named(started: Started) -> None:
-    started.write(NOOP.replace("runs/test", "run.toml/x"))
+    started.write(RUN.replace("runs/test", "run.toml/x"))
     up = started.start()
     _, err = up.communicate(timeout=HANG_S)
     assert up.returncode == 2
@@ -173,7 +193,7 @@ def test_the_same_command_resumes_and_a_finished_run_leaves_no_redis(started: St
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", ["SIGKILL", "twice"])
 def test_nothing_is_left_when_it_is_killed_or_stopped_at_once(started: Started, ending: str) -> None:
-    started.write(NOOP + "hold_while = 'run.toml'\n")
+    started.write(RUN + HELD)
     up = started.start()
     wait_until(lambda: started.status().get("states", {}).get("running"), what="running rollouts")
     if ending == "SIGKILL":
@@ -188,7 +208,7 @@ def test_nothing_is_left_when_it_is_killed_or_stopped_at_once(started: Started, 
 
 @pytest.mark.slow
 def test_a_process_that_never_gets_ready_ends_it_with_its_log(started: Started) -> None:
-    started.write(NOOP + '[engine]\ncommand = "cat /no/such/model"\n')
+    started.write(RUN.replace("headpond engine --port {port}", "cat /no/such/model"))
     up = started.start()
     _, err = up.communicate(timeout=HANG_S)
     assert up.returncode == 2
@@ -200,7 +220,7 @@ def test_a_process_that_never_gets_ready_ends_it_with_its_log(started: Started) 
 
 @pytest.mark.slow
 def test_an_environment_that_cannot_be_loaded_ends_it_with_the_reason(started: Started) -> None:
-    started.write(NOOP + '[environments.mine]\nuse = "no_such_module:Class"\n')
+    started.write(RUN + '[environments.mine]\nuse = "no_such_module:Class"\n')
     up = started.start()
     _, err = up.communicate(timeout=HANG_S)
     assert up.returncode == 2
@@ -211,7 +231,7 @@ def test_an_environment_that_cannot_be_loaded_ends_it_with_the_reason(started: S
 
 @pytest.mark.slow
 def test_a_refusal_of_the_orchestrator_ends_it_with_the_same_words(started: Started) -> None:
-    started.write(NOOP.replace("0.3", "0.3\nhold_while = 'run.toml'") + "[recovery]\nstall_s = 3\n")
+    started.write(RUN + HELD + "[recovery]\nstall_s = 3\n")
     up = started.start()
     _, err = up.communicate(timeout=HANG_S)
     assert up.returncode == 2
@@ -243,7 +263,7 @@ def test_modules_beside_run_toml_may_have_names_of_our_folders(started: Started)
 
 def test_engine_and_trainer_are_started_on_free_ports_and_the_store_follows_the_umask(started: Started) -> None:
     started.write_sums(trainer="python trainer.py {run_dir}")
-    up = started.start("--run-dir", "runs/test", "--json", "--workers", "2", umask=0o002, HEADPOND_TEST_HOOKS="0")
+    up = started.start("--run-dir", "runs/test", "--json", "--workers", "2", umask=0o002)
     out, err = up.communicate(timeout=HANG_S)
     assert up.returncode == 0, err
     ended = json.loads(out)
@@ -264,7 +284,7 @@ def test_a_finished_run_goes_on_with_more_steps_and_its_trainer(started: Started
         f"grep -qs '\"ended\":true' $1/trainer/run.json || exec {sys.executable} trainer.py $1\n"
     )
     for steps in (1, 2, 2):
-        up = started.start("--run-dir", "runs/test", "--steps", str(steps), "--json", HEADPOND_TEST_HOOKS="0")
+        up = started.start("--run-dir", "runs/test", "--steps", str(steps), "--json")
         out, err = up.communicate(timeout=HANG_S)
         assert up.returncode == 0, err
         ended = json.loads(out)

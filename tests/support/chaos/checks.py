@@ -14,13 +14,13 @@ from pathlib import Path
 from statistics import fmean, pvariance
 from typing import Any
 
+from bench.harness.noop.stages import chance
 from headpond.batches import Manifest, read_manifests
 from headpond.broker import redis_keys
 from headpond.broker.queues import Queue
 from headpond.ids import GroupId, RolloutId
 from headpond.ledger.queries import released_steps
 from headpond.ledger.schema import reading
-from headpond.tasks.noop import chance
 from support.chaos.environments import tokens_of
 from support.chaos.world import AgentWorld, EngineWorld, World
 from support.pipeline import hashes

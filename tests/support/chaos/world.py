@@ -236,7 +236,7 @@ class NoopWorld(World):
 
     def rollout_worker(self, **variables: str) -> Process:
         paths = {"ENGINE_DOWN_WHILE": self.engine_down, "WEDGE_WHILE": self.wedge}
-        hooks = {f"HEADPOND_NOOP__{name}": str(path) for name, path in paths.items()}
+        hooks = {f"NOOP_{name}": str(path) for name, path in paths.items()}
         return super().rollout_worker(**hooks | variables)
 
 

@@ -1,24 +1,30 @@
-"""No-op bodies for tests and benchmarks (`headpond.config.test_hooks`), with configured durations and faults.
+"""No-op bodies of stages, with the durations and faults that `NOOP_*` variables set.
 
-`install` puts them into the registry of stages. For environments with `use = "noop"`, each is a pure function of the
-job and the settings. For all others, it calls the body of the stage.
+`install` puts them into the registry of stages. They play environments with `use = "noop"`: each is a pure function of
+the job and the settings. All other environments get the real body.
 """
 
 import asyncio
 import dataclasses
+import os
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
 
 import xxhash
+from pydantic import BaseModel, Field, PositiveInt
 
 from headpond.batches import BatchPlan, EncodedRank
-from headpond.config.test_hooks import Noop, noop_settings
+from headpond.config import RunConfig
+from headpond.config.engine import EnvironmentCode
+from headpond.declarations.sections import Fraction
+from headpond.environments.loading import LoadedEnvironment, load_environments
 from headpond.errors import EngineUnreachable, InfrastructureFailure
 from headpond.records.inputs import GroupInputs, StepValues
 from headpond.records.rollout import RolloutResult
 from headpond.store import BlobRef
-from headpond.tasks import inputs
+from headpond.tasks import inputs, player
 from headpond.tasks.stage import Body, Call, Message, all_stages
 from headpond.tasks.stages.advantage import AdvantageResult
 from headpond.tasks.stages.batch_phase import BatchPhaseResult, estimate
@@ -26,25 +32,70 @@ from headpond.tasks.stages.encode import EncodeResult
 from headpond.tasks.stages.filter import FilterResult
 from headpond.tasks.stages.survey import SurveyResult
 
+NOOP = "noop"
+PREFIX = "NOOP_"
 HOLD_POLL_S = 0.5  # 1,000 held rollouts look for the file 2,000 times a second
+
+
+class Noop(BaseModel, extra="forbid"):
+    """Each field is read from a variable: `NOOP_ROLLOUT_S=0.5`."""
+
+    examples: PositiveInt = 1_000_000
+    """Examples of a no-op environment."""
+    rollout_s: Annotated[float, Field(ge=0)] = 0.0
+    """Seconds that a rollout takes."""
+    stage_s: Annotated[float, Field(ge=0)] = 0.0
+    """Seconds that a filtering, advantage or encoding job takes."""
+    failure_rate: Fraction = 0.0
+    """Fraction of attempts, of any job, that fail with an infrastructure failure."""
+    policy_error_rate: Fraction = 0.0
+    """Fraction of rollouts that end with a policy error."""
+    drop_rate: Fraction = 0.0
+    """Fraction of rollouts that the filtering job drops."""
+    engine_down_while: Path | None = None
+    """The engine is unreachable while this file exists."""
+    hold_while: Path | None = None
+    """Rollouts do not end while this file exists."""
+    wedge_while: Path | None = None
+    """Rollouts block the worker's event loop while this file exists."""
+
+
 NoopBody = Callable[[Call[Any], Noop], Any]
 
 
-def install() -> None:
-    """Call once per process, before the first job."""
+def install(environ: Mapping[str, str] = os.environ) -> None:
+    """Call once per worker process, before the first job."""
+    noop = noop_settings(environ)
     for name, (environments, body) in BODIES.items():
         stage = all_stages()[name]
-        all_stages()[name] = dataclasses.replace(stage, body=_or_real(stage.body, environments, body))
+        all_stages()[name] = dataclasses.replace(stage, body=_or_real(stage.body, environments, body, noop))
+    player.load_environments = _load_others
+
+
+def noop_settings(environ: Mapping[str, str]) -> Noop:
+    found = {name.removeprefix(PREFIX).lower(): value for name, value in environ.items() if name.startswith(PREFIX)}
+    return Noop.model_validate(found)
+
+
+def plays_noops(config: RunConfig, environments: Iterable[str]) -> bool:
+    """Whether `environments` are all no-ops."""
+    known = {**config.environments, **config.evaluation}
+    return all(name in known and known[name].use == NOOP for name in environments)
 
 
 def _or_real(
-    real: Body[Any, Any], environments: Callable[[Call[Any]], Iterable[str]], body: NoopBody
+    real: Body[Any, Any], environments: Callable[[Call[Any]], Iterable[str]], body: NoopBody, noop: Noop
 ) -> Body[Any, Any]:
     def chosen(call: Call[Any]) -> Any:
-        hooks = noop_settings(call.config, *environments(call))
-        return body(call, hooks) if hooks else real(call)
+        return body(call, noop) if plays_noops(call.config, environments(call)) else real(call)
 
     return chosen
+
+
+def _load_others(settings: Mapping[str, EnvironmentCode], *place: Any, **section: Any) -> dict[str, LoadedEnvironment]:
+    """The worker cannot load a no-op environment: it has no code."""
+    others = {name: each for name, each in settings.items() if each.use != NOOP}
+    return load_environments(others, *place, **section) if others or not settings else {}
 
 
 def _environment(call: Call[Any]) -> Iterable[str]:
@@ -80,7 +131,7 @@ async def play(call: Call[Any], noop: Noop) -> RolloutResult:
     while noop.wedge_while and noop.wedge_while.exists():
         time.sleep(0.05)  # noqa: ASYNC251  the purpose is to block the loop
     if noop.engine_down_while and noop.engine_down_while.exists():
-        raise EngineUnreachable("the engine is down by configuration (noop.engine_down_while)")
+        raise EngineUnreachable("the engine is down by configuration (NOOP_ENGINE_DOWN_WHILE)")
     _fail_sometimes(job, noop)
     if noop.rollout_s:
         await asyncio.sleep(noop.rollout_s)
@@ -142,7 +193,7 @@ def work(job: Message, noop: Noop) -> None:
 
 def _fail_sometimes(job: Message, noop: Noop) -> None:
     if chance(0, job.run, job.job, job.attempt) < noop.failure_rate:
-        raise InfrastructureFailure(f"attempt {job.attempt} fails by configuration (noop.failure_rate)")
+        raise InfrastructureFailure(f"attempt {job.attempt} fails by configuration (NOOP_FAILURE_RATE)")
 
 
 BODIES: dict[str, tuple[Callable[[Call[Any]], Iterable[str]], NoopBody]] = {
