@@ -1,7 +1,7 @@
 """Headpond: the pipe between inference server and trainer in LLM reinforcement learning.
 
-The public names, imported on first use: `import headpond` itself imports no other module. The library imports neither
-Celery nor a web server.
+The public names are imported on first use: `import headpond` itself imports no other module. The
+library imports neither Celery nor a web server.
 """
 
 import os
@@ -100,7 +100,7 @@ MODULES = {
     "graded": "headpond.environments.grading",
     "run_program": "headpond.environments.agent_program",
 }
-"""public name -> its module; the names that are not here are in `headpond.errors`"""
+"""Public name -> its module. Names that are not here are in `headpond.errors`."""
 
 
 if not os.path.isdir(os.path.join(os.path.dirname(__file__), "tasks")):  # noqa: PTH112, PTH118, PTH120  # pathlib is slow

@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from headpond.replica_use import ReplicaUse
 
 UNWRITTEN = 507
-"""HTTP status of a session server's response when the store cannot be written"""
+"""HTTP status of a session server's response if the store cannot be written."""
 T = TypeVar("T")
 
 
 class HeadpondError(Exception):
     replica_uses: "Mapping[str, ReplicaUse] | None" = None
-    """What the rollout that it ended had used of the engine, by replica."""
+    """The ended rollout's use of the engine, by replica."""
 
 
 class ConfigError(HeadpondError):
@@ -139,7 +139,7 @@ class Upstream(SessionError):
 class Aborted(Upstream):
     status_code = 503
     sampled_tokens: int = 0
-    """Of the completion, which is thrown away."""
+    """Tokens of the completion, which is thrown away."""
 
 
 class Full(SessionError):
@@ -179,7 +179,7 @@ class Stalled(BatchError):
 
 
 def text_of(error: BaseException) -> str:
-    """Type and message, also of an error whose `__str__` raises."""
+    """Return type and message, even of an error whose `__str__` raises."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception as failure:  # noqa: BLE001  foreign code
@@ -187,14 +187,14 @@ def text_of(error: BaseException) -> str:
 
 
 def sentence(text: str) -> str:
-    """With a full stop, unless it has an end: another sentence follows."""
+    """Add a full stop unless the text has an end: another sentence follows."""
     return text if text.endswith((".", "?", "!")) else f"{text}."
 
 
 @contextlib.contextmanager
 def error_boundary(kind: type[HeadpondError], what: str) -> Generator[None]:
-    """Let Headpond's own errors pass; convert any other exception, and SessionError, to `kind` with its file and line.
-    `what` begins the message. Cancellation passes: see `in_own_task`."""
+    """Let Headpond's own errors pass; convert any other exception, and SessionError, to `kind`
+    with its file and line. `what` begins the message. Cancellation passes: see `in_own_task`."""
     try:
         yield
     except (Exception, SystemExit, KeyboardInterrupt) as error:
@@ -203,20 +203,23 @@ def error_boundary(kind: type[HeadpondError], what: str) -> Generator[None]:
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
             raise  # Ctrl-C
         at = raised_at(error)
-        # A SyntaxError of an imported module, whose text has file and line.
+        # A SyntaxError of an imported module has file and line in its text.
         place = "" if at.startswith("<frozen importlib") else f" ({at})"
         raise kind(f"{what}: {text_of(error)}{place}") from error
 
 
 async def in_own_task(kind: type[HeadpondError], what: str, call: Callable[[], Awaitable[T]]) -> T:
-    """Await an environment's call inside an `error_boundary`. A task of its own tells whose a cancellation is: if the
-    caller was not cancelled, the environment has cancelled itself, which is an error of it."""
-    import asyncio  # 20 ms, which commands that only print do without
+    """Await an environment's call inside an `error_boundary`. A separate task shows who
+    cancelled: if the caller was not cancelled, the environment has cancelled itself, which is
+    its error."""
+    import asyncio  # The import takes 20 ms; commands that only print do without it.
 
     async def bounded() -> T:
         with error_boundary(kind, what):
             return await call()
 
+    # A cancellation that the worker did not request is an error of the environment and counts, like
+    # `sys.exit()`. As a released job it was repeated for ever: 640 attempts in 20 s.
     task = asyncio.create_task(bounded())
     try:
         return await task
@@ -228,7 +231,8 @@ async def in_own_task(kind: type[HeadpondError], what: str, call: Callable[[], A
 
 
 def described(result: object) -> str:
-    """What such code returned, for an error: bounded, with the type, and with the shape where it has one."""
+    """Describe foreign code's result for an error: bounded, with its type, and with its shape if
+    it has one."""
     kind, shape = type(result).__name__, getattr(result, "shape", ())
     return f"{kind} of shape {shape}" if shape else f"{reprlib.repr(result)} ({kind})"
 
@@ -238,10 +242,10 @@ def raised_at(error: BaseException) -> str:
     return f"{frame.filename}, line {frame.lineno}"
 
 
-ERROR_CHARACTERS = 600  # a cause and what to do; the traceback stays in the worker's log
+ERROR_CHARACTERS = 600  # Room for a cause and the remedy. The traceback stays in the worker's log.
 
 
 def shortened(error: str, characters: int = ERROR_CHARACTERS) -> str:
-    """The text as a message may carry it: at most `characters` long, with lone surrogates escaped."""
+    """Shorten a text for a message: at most `characters` long, with lone surrogates escaped."""
     error = error[: characters + 1].encode(errors="backslashreplace").decode()
     return error if len(error) <= characters else error[: characters - 1] + "…"

@@ -1,7 +1,8 @@
-"""Fields for the trainer: `[batch.fields.NAME]` declares one, a turn or a score gives its values, a micro-batch has it.
+"""Fields for the trainer. `[batch.fields.NAME]` declares one, a turn or a score sets its values, a
+micro-batch has it.
 
-Declared here once; configuration, recording and batches share it. Every value is checked where it is given, so that a
-wrong one is an error of its own rollout.
+Configuration, recording and batches share this declaration. Every value is checked where it is
+set: a wrong value is an error of its own rollout.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,8 @@ DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(f"{name[0]}{int(name[1:]) // 
 CONVERTIBLE = {"f": "fiub", "i": "iub", "u": "iub"}
 """Kind of a field's dtype -> kinds of the values that it accepts."""
 KINDS = {"U": "text", "S": "bytes", "O": "object"}
-"""Kind of a NumPy dtype -> its name in an error, where NumPy's is a code like `<U4`."""
+"""Kind of a NumPy dtype -> its name in an error, for kinds that NumPy shows as a code like
+`<U4`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +46,15 @@ class TrainerField:
 
     @property
     def filling(self) -> float:
-        """The value where none is given, such as padding."""
+        """The value for missing entries, such as padding."""
         return self.default or 0
 
-    def converted(self, given: Any, what: str, *, length: int | None) -> Array:
-        """`given` in the field's dtype: one number, or `length` of them. StageError for anything else."""
+    def converted(self, raw: Any, what: str, *, length: int | None) -> Array:
+        """Convert values to the field's dtype: one number, or `length` of them. Raise StageError
+        for anything else."""
         try:
-            values = np.asarray(given)
-        except ValueError as error:  # nested lists of different lengths
+            values = np.asarray(raw)
+        except ValueError as error:  # The lists have different lengths.
             raise StageError(f"{self.setting}: {what} has values that are not an array: {error}") from error
         if values.dtype.kind not in CONVERTIBLE[self.numpy_dtype.kind]:
             raise StageError(
@@ -72,17 +75,17 @@ class TrainerField:
 
 @dataclass(frozen=True, kw_only=True)
 class FieldValues:
-    """What a rollout gives for the declared fields."""
+    """A rollout's values for the declared fields."""
 
     declared: tuple[TrainerField, ...] = ()
     score: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """`Score.columns`"""
+    """`Score.columns`."""
     turns: Mapping[int, Mapping[str, Any]] = field(default_factory=dict[int, Mapping[str, Any]])
-    """`Completion.fields` by turn"""
+    """`Completion.fields` by turn."""
     required: bool = True
-    """False for a rollout that failed: its loss mask is 0"""
+    """False for a rollout that failed: its loss mask is 0."""
     turn_rewards: Sequence[float] | None = None
-    """`Score.turn_rewards`"""
+    """`Score.turn_rewards`."""
 
 
 NO_FIELDS = FieldValues()

@@ -24,9 +24,10 @@ from typing import NamedTuple, Self
 from headpond.errors import MalformedId
 
 ROLLOUTS_FOLDER = "rollouts"
-SESSIONS_FOLDER = "sessions"  # of a store: a directory for each session server
-OWNER_KEY = "run"  # in a store: the id of the run that it belongs to
-COLUMNS_FILE, EXPERTS_FILE = "columns.safetensors", "experts.safetensors"  # of an execution or a session
+SESSIONS_FOLDER = "sessions"  # A store has one directory for each session server.
+OWNER_KEY = "run"  # A store's entry with the id of the run that it belongs to.
+# Files of an execution or a session.
+COLUMNS_FILE, EXPERTS_FILE = "columns.safetensors", "experts.safetensors"
 
 NUMBER = "(0|[1-9][0-9]*)"
 GROUP = re.compile(r"g([0-9]{7,})")
@@ -64,7 +65,7 @@ class GroupId(NamedTuple):
 class RolloutId(NamedTuple):
     group: str
     number: int
-    """its index in the group"""
+    """The rollout's index in the group."""
 
     def __str__(self) -> str:
         return f"{self.group}-{self.number}"
@@ -90,12 +91,13 @@ def evaluation_score(evaluation: int, example: int) -> str:
 
 
 def is_evaluation(rollout: str) -> bool:
-    """Whether it is a rollout of an evaluation."""
+    """Return whether this is a rollout of an evaluation."""
     return EVALUATION_ROLLOUT.fullmatch(rollout) is not None
 
 
 def survey_job(epoch: int, environment: str) -> str:
-    """`epoch` counts the starts of the run's orchestrator: a survey that died is not repeated under the same id."""
+    """Name a survey. `epoch` counts the starts of the run's orchestrator: a survey that died is
+    not repeated under the same id."""
     return f"e{epoch}-{environment}"
 
 
@@ -168,7 +170,7 @@ class LeaseValue(NamedTuple):
     worker: str
     beat: int
     replica: str | None = None
-    """of the engine, that a request of the rollout waits for"""
+    """The engine's replica that a request of the rollout waits for."""
 
     def __str__(self) -> str:
         return f"{self.worker}:{self.beat}{f'@{self.replica}' if self.replica else ''}"
@@ -198,7 +200,7 @@ class WorkerId(NamedTuple):
 
 
 def engine_session(rollout: str, attempt: int) -> str:
-    """Value of the X-Session-ID header: the requests of one attempt belong together."""
+    """Return the value of the X-Session-ID header: the requests of one attempt belong together."""
     return f"{rollout}.{attempt}"
 
 
@@ -211,11 +213,11 @@ def rollout_directory(run: str, rollout: str) -> str:
 
 
 def execution_directory(run: str, rollout: str, attempt: int, execution: str) -> str:
-    """An execution has a directory of its own, so no execution overwrites the files of another."""
+    """Name an execution's own directory: no execution overwrites the files of another."""
     return f"{rollout_directory(run, rollout)}/{attempt}.{execution}"
 
 
 def execution_of(key: str) -> tuple[int, str] | None:
-    """(attempt, execution) that wrote a file in an execution's directory."""
+    """Return the (attempt, execution) that wrote a file in an execution's directory."""
     matched = EXECUTION.fullmatch(key)
     return (int(matched[1]), matched[2]) if matched else None

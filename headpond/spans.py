@@ -1,7 +1,7 @@
-"""When the parts of a rollout began, and how long they took, to be drawn as its timeline.
+"""Start and duration of a rollout's parts, to draw its timeline.
 
-Turns are timed by the process that records them, in the table of turns. Tools, judges and programs add themselves here,
-to the rollout whose task calls them.
+The process that records turns times them, in the table of turns. Tools, judges and programs add
+their spans here, to the rollout whose task calls them.
 """
 
 import time
@@ -11,18 +11,18 @@ from contextvars import ContextVar
 from typing import Literal, NamedTuple
 
 SPANS_MOST = 500
-"""Of one rollout: 30 kB in its columns. Later ones are not kept."""
+"""Most spans of one rollout: 30 kB in its columns. Later ones are dropped."""
 NAME_CHARACTERS = 40
 
 Kind = Literal["rollout", "tool", "grading", "program"]
-"""`rollout`: the environment's call as a whole."""
+"""`rollout` is the environment's call as a whole."""
 
 
 class TimedSpan(NamedTuple):
     kind: str
     name: str
     begun_at: float
-    """by this host's clock"""
+    """Start by this host's clock."""
     seconds: float
 
 
@@ -42,7 +42,7 @@ _spans: ContextVar[list[TimedSpan] | None] = ContextVar("spans", default=None)
 
 @contextmanager
 def collected() -> Generator[list[TimedSpan]]:
-    """The spans of what this task and its children do, completed as each ends."""
+    """Collect the spans of this task and its children. Each span is added when it ends."""
     spans: list[TimedSpan] = []
     token = _spans.set(spans)
     try:

@@ -1,7 +1,9 @@
-"""A trainer's part in torch: micro-batches as tensors, logprobs of their tokens, the clipped objective, alignment with
-the engine, and replay of routed experts. Needs torch, which `import headpond` does not.
+"""A trainer's part in torch: tensors of micro-batches, logprobs of their tokens, the clipped
+objective, alignment with the engine, and replay of routed experts. Needs torch, which
+`import headpond` does not.
 
-Every tensor is [rows, length] and aligned with `input_ids`: the value of a token is at the token's own index.
+Every tensor is [rows, length] and aligned with `input_ids`: the value of a token is at the
+token's own index.
 """
 
 import contextlib
@@ -22,7 +24,8 @@ Tensor = Any
 """A `torch.Tensor`; the type checker has no torch."""
 
 LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
-ROUTER = "TopKRouter"  # how transformers 5 ends the names of routers, which return (logits, weights, expert ids)
+# Transformers 5 ends the names of routers with this. They return (logits, weights, expert ids).
+ROUTER = "TopKRouter"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,37 +35,39 @@ class Tensors:
     input_ids: Tensor
     position_ids: Tensor
     attention_mask: Tensor
-    """padded: 1 for tokens, [rows, length]; packed: which token sees which, bool [1, 1, length, length]"""
+    """`padded`: 1 for tokens, [rows, length]. `packed`: which token attends to which, bool [1,
+    1, length, length]."""
     loss_mask: Tensor
     loss_weights: Tensor
     logprobs: Tensor
-    """of the policy that sampled, as the engine said them"""
+    """The engine's logprobs, from the policy that sampled."""
     advantages: Tensor
     temperatures: Tensor
     versions: Tensor
     version_exact: Tensor
     sampling: Tensor
     index: Array
-    """position of each token in the micro-batch; -1 for padding that the micro-batch does not have"""
+    """Position of each token in the micro-batch; -1 for padding that the micro-batch does not
+    have."""
     micro_batch: MicroBatch
 
     def model_inputs(self) -> dict[str, Tensor]:
-        """Arguments for the forward pass of a Hugging Face model."""
+        """Return the arguments for the forward pass of a Hugging Face model."""
         return {name: getattr(self, name) for name in ("input_ids", "position_ids", "attention_mask")}
 
     def flat(self, values: Tensor) -> Array:
-        """One value for each token of the micro-batch, as `reader.annotate` takes them."""
-        found, there = np.zeros(self.micro_batch.input_ids.size, np.float32), self.index >= 0
-        found[self.index[there]] = values.detach().float().cpu().numpy()[there]
-        return found
+        """Return one value for each token of the micro-batch, the input of `reader.annotate`."""
+        column, present = np.zeros(self.micro_batch.input_ids.size, np.float32), self.index >= 0
+        column[self.index[present]] = values.detach().float().cpu().numpy()[present]
+        return column
 
     def to(self, device: Any) -> "Tensors":
-        moved = {each.name: getattr(self, each.name) for each in fields(self)}
+        moved = {tensor_field.name: getattr(self, tensor_field.name) for tensor_field in fields(self)}
         return replace(self, **{name: value.to(device) for name, value in moved.items() if hasattr(value, "to")})
 
 
 def padded(micro_batch: MicroBatch, device: Any = None) -> Tensors:
-    """One row per sample, padded on the right; of a filler, its padding."""
+    """Lay out one row per sample, padded on the right. A filler has only its padding."""
     bounds = micro_batch.cu_seqlens[: max(1, len(micro_batch.samples)) + 1]
     lengths = np.diff(bounds)
     places = np.arange(lengths.max())[None, :]
@@ -71,7 +76,7 @@ def padded(micro_batch: MicroBatch, device: Any = None) -> Tensors:
 
 
 def packed(micro_batch: MicroBatch, device: Any = None) -> Tensors:
-    """One row with all samples; a token sees those before it in its own sample."""
+    """Lay out all samples in one row. A token attends to the earlier tokens of its own sample."""
     tokens = micro_batch.input_ids.size
     segment = np.repeat(np.arange(micro_batch.cu_seqlens.size - 1), np.diff(micro_batch.cu_seqlens))
     sees = np.tril(segment[:, None] == segment[None, :])
@@ -88,41 +93,41 @@ def _tensors(micro_batch: MicroBatch, index: Array, attention_mask: Tensor, devi
 
 
 def token_logprobs(logits: Tensor, tensors: Tensors, *, at_temperature: bool = True) -> Tensor:
-    """The log-probability of each token given those before it, under the distribution that it was drawn from: at its
-    temperature, and among the tokens that truncation left where these are recorded. 0 for the first token of a sample.
-
-    `at_temperature`: False for `engine.logprobs_mode = "raw"`.
-    """
+    """Return each token's log-probability given the earlier ones; 0 for the first token of a
+    sample. The distribution is the one that it was drawn from: at its temperature, and among the
+    recorded tokens that truncation left. Pass `at_temperature=False` with
+    `engine.logprobs_mode = "raw"`."""
     scaled = logits[:, :-1].float()
     if at_temperature:
-        # Greedy tokens have temperature 0 and probability 1 under any scale; they are scaled by 1.
+        # Greedy tokens have temperature 0 and probability 1 under any scale. They are scaled by 1.
         temperatures = torch.where(tensors.temperatures > 0, tensors.temperatures, 1.0)
         scaled = scaled / temperatures[:, 1:, None]
-    wanted = tensors.input_ids[:, 1:, None]
+    token_ids = tensors.input_ids[:, 1:, None]
     normaliser = scaled.logsumexp(-1)
     rows, columns = np.nonzero((tensors.sampling[:, 1:] == RECORDED).cpu().numpy())
     if rows.size:
         normaliser = normaliser.clone()
         normaliser[rows, columns] = _over_support(scaled[rows, columns], tensors, rows, columns + 1)
-    found = scaled.gather(-1, wanted)[..., 0] - normaliser
-    found = torch.where(tensors.position_ids[:, 1:] > 0, found, 0.0)
-    return torch.nn.functional.pad(found, (1, 0))
+    result = scaled.gather(-1, token_ids)[..., 0] - normaliser
+    result = torch.where(tensors.position_ids[:, 1:] > 0, result, 0.0)
+    return torch.nn.functional.pad(result, (1, 0))
 
 
 def _over_support(scaled: Tensor, tensors: Tensors, rows: Array, columns: Array) -> Tensor:
-    """The logsumexp of each token's logits over the tokens that it was drawn from."""
+    """Return the logsumexp of each token's logits over the tokens that it was drawn from."""
     support = tensors.micro_batch.sampling_support()
-    left = torch.zeros(scaled.shape, dtype=torch.bool)
+    allowed = torch.zeros(scaled.shape, dtype=torch.bool)
     for number, token in enumerate(tensors.index[rows, columns].tolist()):
-        left[number, support.ids[slice(*support.offsets[token : token + 2])].astype(np.int64)] = True
-    return scaled.masked_fill(~left.to(scaled.device), float("-inf")).logsumexp(-1)
+        allowed[number, support.ids[slice(*support.offsets[token : token + 2])].astype(np.int64)] = True
+    return scaled.masked_fill(~allowed.to(scaled.device), float("-inf")).logsumexp(-1)
 
 
 def clipped_objective(
     logprobs: Tensor, tensors: Tensors, denominator: float, *, clip_low: float = 0.2, clip_high: float = 0.2
 ) -> Tensor:
-    """The loss of one micro-batch: PPO's clipped surrogate with the batch's weights, over `batch.totals.denominator`.
-    The gradients of all micro-batches and ranks add up to that of the whole step."""
+    """Return the loss of one micro-batch: PPO's clipped surrogate with the batch's weights, over
+    `batch.totals.denominator`. The gradients of all micro-batches and ranks add up to the whole
+    step's."""
     ratio = (logprobs - tensors.logprobs).exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     surrogate = torch.minimum(ratio * tensors.advantages, clipped * tensors.advantages)
@@ -131,23 +136,22 @@ def clipped_objective(
 
 @dataclass
 class Alignment:
-    """How far the trainer's logprobs are from the engine's, over trained tokens whose version and sampling are known.
-
-    Their version is that of the batch: compare with the weights of the same version.
-    """
+    """Distance of the trainer's logprobs from the engine's. Only trained tokens whose version is
+    exact and whose sampling is known count. Their version is the batch's: compare with the
+    weights of the same version."""
 
     tokens: int = 0
     kl: float = 0.0
-    """mean of exp(d) - d - 1 with d = trainer - engine, which estimates KL(engine, trainer)"""
+    """Mean of exp(d) - d - 1 with d = trainer - engine, which estimates KL(engine, trainer)."""
     max: float = 0.0
-    """largest |d|"""
+    """Largest |d|."""
     by_version: dict[int, "Alignment"] = field(default_factory=dict[int, "Alignment"])
 
     def add(self, logprobs: Tensor, tensors: Tensors) -> None:
-        """Take in a micro-batch."""
-        known = (tensors.loss_mask > 0) & (tensors.version_exact > 0) & (tensors.sampling != UNRECORDED)
-        differences = (logprobs.detach() - tensors.logprobs)[known].double()
-        versions = tensors.versions[known]
+        """Add the tokens of a micro-batch."""
+        compared = (tensors.loss_mask > 0) & (tensors.version_exact > 0) & (tensors.sampling != UNRECORDED)
+        differences = (logprobs.detach() - tensors.logprobs)[compared].double()
+        versions = tensors.versions[compared]
         self._take(differences)
         for version in versions.unique().tolist():
             self.by_version.setdefault(version, Alignment())._take(differences[versions == version])
@@ -163,7 +167,7 @@ class Alignment:
 
 
 def routed_experts(tensors: Tensors) -> Tensor:
-    """Recorded expert ids [rows * length, layers, top-k]; -1 where the engine sent none."""
+    """Return recorded expert ids [rows * length, layers, top-k]; -1 where the engine sent none."""
     rows = tensors.micro_batch.routed_experts(missing=-1)[tensors.index]
     rows[tensors.index < 0] = -1
     return torch.from_numpy(rows.reshape(-1, *rows.shape[2:]).astype(np.int64)).to(tensors.input_ids.device)
@@ -171,8 +175,9 @@ def routed_experts(tensors: Tensors) -> Tensor:
 
 @contextlib.contextmanager
 def replayed_routing(model: Any, tensors: Tensors) -> Iterator[None]:
-    """Route the tokens of forward passes inside the block as the engine did. The weights are those of the model's
-    router for these experts, so that gradients reach it; tokens without a recorded row are routed by the model."""
+    """Route the tokens of forward passes inside the block as the engine did. The weights come
+    from the model's router for these experts: gradients reach it. The model routes tokens
+    without a recorded row."""
     routers = [
         (int(match[1]), module)
         for name, module in model.named_modules()
@@ -191,8 +196,8 @@ def replayed_routing(model: Any, tensors: Tensors) -> Iterator[None]:
 
 def _replaying(experts: Tensor) -> Callable[[Any, Any, Any], tuple[Tensor, Tensor, Tensor]]:
     def hook(module: Any, _: Any, output: Any) -> tuple[Tensor, Tensor, Tensor]:
-        logits, weights, own = output
-        chosen = torch.where(experts >= 0, experts.to(own.device), own)
+        logits, weights, router_choice = output
+        chosen = torch.where(experts >= 0, experts.to(router_choice.device), router_choice)
         probabilities = logits.softmax(-1, dtype=torch.float).gather(-1, chosen)
         if getattr(module, "norm_topk_prob", True):
             probabilities = probabilities / probabilities.sum(-1, keepdim=True)

@@ -1,6 +1,7 @@
 """A turn of the policy, and the vocabulary that engines, recording, renderers and services share.
 
-`headpond.engines` makes a `Turn` from a response; `headpond.recording` keeps it. Neither imports the other.
+`headpond.engines` makes a `Turn` from a response; `headpond.recording` stores it. Neither
+imports the other.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,12 +26,14 @@ Mask = NDArray[np.uint8]
 Rows = NDArray[np.uint8] | NDArray[np.uint16]
 """Routed experts of consecutive tokens: `[rows, layers, topk]`."""
 Body = bytes | bytearray
-"""Of a response. A bytearray is a buffer that the next response is received in: what is kept of it must be a copy."""
+"""Body of a response. The next response reuses a bytearray as its buffer: copy the parts that
+outlive it."""
 Span = tuple[int, int]
 """Start and end within a body, in bytes."""
 
 HIT_MAX_TOKENS = "length"
-"""Finish reason of a completion that a limit of tokens ended: `max_tokens`, or the engine's context length."""
+"""Finish reason of a completion that a limit of tokens ended: `max_tokens`, or the engine's
+context length."""
 WIRE_DTYPES = {name: np.dtype(name) for name in ("uint8", "uint16", "uint32", "int16", "int32", "int64")}
 WIRE_RANGES = {name: (np.iinfo(dtype).min, np.iinfo(dtype).max) for name, dtype in WIRE_DTYPES.items()}
 MAX_NESTING = 100
@@ -38,7 +41,8 @@ MAX_NESTING = 100
 
 
 def is_nested_too_deeply(text: bytes, value: Callable[[], object]) -> bool:
-    """Whether `value()`, the JSON of `text`, has more than MAX_NESTING levels. Short texts are only counted."""
+    """Return whether `value()`, the JSON of `text`, has more than MAX_NESTING levels. Short
+    texts are only counted."""
     if text.count(b"[") + text.count(b"{") <= MAX_NESTING:
         return False
     level: list[Any] = [value()]
@@ -52,13 +56,13 @@ def _children(node: Any) -> Iterable[Any]:
 
 
 def ids_text(ids: Ids) -> bytes:
-    """The ids as engines print them, `1,22,333`, without the brackets."""
+    """Print the ids like engines do, `1,22,333`, without the brackets."""
     return orjson.dumps(ids, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
 
 
 class Fingerprint:
-    """Length and xxh3-128 of a token sequence, as text and as an array: enough to recognise it at the start of a later
-    prompt without keeping it. Immutable."""
+    """Length and xxh3-128 of a token sequence, as text and as an array. It recognises the
+    sequence at the start of a later prompt without storing it. Immutable."""
 
     __slots__ = ("_ids", "_text", "text_bytes", "tokens")
 
@@ -74,7 +78,8 @@ class Fingerprint:
         return cls().extended(ids)
 
     def extended(self, *parts: Ids, text: bytes | None = None) -> Self:
-        """The fingerprint of this sequence followed by `parts`. `text` is `ids_text` of the first, if it is known."""
+        """Return the fingerprint of this sequence followed by `parts`. `text` is the `ids_text`
+        of the first part, if available."""
         longer = type(self)()
         longer.tokens, longer.text_bytes = self.tokens, self.text_bytes
         longer._text, longer._ids = self._text.copy(), self._ids.copy()
@@ -96,7 +101,8 @@ class Fingerprint:
         self.tokens += len(ids)
 
     def ids_digests(self, ids: Ids, lengths: Iterable[int]) -> Iterator[int]:
-        """`ids_digest` of this sequence followed by the first `length` of `ids`, for rising lengths."""
+        """Yield `ids_digest` of this sequence followed by the first `length` of `ids`, for
+        rising lengths."""
         state, done = self._ids.copy(), 0
         for length in lengths:
             state.update(ids[done:length].data)
@@ -113,7 +119,8 @@ class Fingerprint:
 
 
 class CheckRoutes(StrEnum):
-    """Which new rows are checked for zeros. An engine that captured no routes for a token sends a row of zeros."""
+    """Which new rows are checked for zeros. An engine that captured no routes for a token sends
+    a row of zeros."""
 
     SAMPLE = "sample"
     ALL = "all"
@@ -122,13 +129,15 @@ class CheckRoutes(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class RouteFormat:
-    """Shape and type of an engine's routed rows: from the configuration, completed by the first rows received."""
+    """Shape and type of an engine's routed rows. The configuration sets them, the first rows
+    received complete them."""
 
     layers: int | None = None
     """Hidden layers of the model, dense ones included. Required for SGLang's bare string, which has no shape."""
     topk: int | None = None
     experts: int | None = None
-    """Experts per layer. Up to 256 are kept as u8, more (or an unknown number, sent as wide integers) as u16."""
+    """Experts per layer. Up to 256 are stored as u8, more as u16. An unknown number, sent as
+    wide integers, is stored as u16 too."""
     wire: str | None = None
     """Integer type on the wire."""
     check: CheckRoutes = CheckRoutes.SAMPLE
@@ -142,21 +151,22 @@ class RouteFormat:
 
     @cached_property
     def dtype(self) -> np.dtype[Any]:
-        """The type that rows are kept in."""
+        """The type of stored rows."""
         narrow = self.wire == "uint8" or (self.experts is not None and self.experts <= 256)
         return np.dtype(np.uint8 if narrow else np.uint16)
 
     def learned(self, *, layers: int, topk: int, wire: str) -> "RouteFormat":
-        """This format completed by what a payload states. `Upstream` if the two contradict."""
+        """Return this format completed by a payload's statement. Raise Upstream if the two
+        contradict."""
         if (self.layers, self.topk, self.wire) == (layers, topk, wire):
             return self
-        for what, before, now in [
+        for name, expected, stated in [
             ("layers", self.layers, layers),
             ("top-k", self.topk, topk),
             ("type", self.wire, wire),
         ]:
-            if before not in (None, now):
-                raise Upstream(f"routed experts: {what} is {now}, but {before} is configured or came before")
+            if expected not in (None, stated):
+                raise Upstream(f"routed experts: {name} is {stated}, but {expected} is configured or came before")
         if wire not in WIRE_DTYPES:
             raise Upstream(f"routed experts: type {wire!r} is not one of {', '.join(WIRE_DTYPES)}")
         if layers < 1 or topk < 1:
@@ -178,16 +188,16 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True):
     valid: NDArray[np.bool_] | None
     """False where the engine captured nothing; None if every row is valid."""
     format: RouteFormat
-    """Completed by these rows. Pass it to `read_turn` with the next response."""
+    """The format completed by these rows. Pass it to `read_turn` with the next response."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingMask:
-    """For each completion token, the tokens that it was drawn from: ragged, one set after the other."""
+    """The tokens that each completion token was drawn from: ragged, one set after the other."""
 
     ids: Ids
     lengths: Ids
-    """Of the sets, one per completion token."""
+    """Lengths of the sets, one per completion token."""
 
     @classmethod
     def empty(cls) -> Self:
@@ -216,7 +226,7 @@ class SaidVersion:
 
     version: int
     exact: bool
-    """Whether the replica itself named it."""
+    """Whether the replica itself named the version."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +239,8 @@ class VersionSpan:
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """What one response adds to its sample. Its arrays do not reference the response body."""
+    """The part of a sample that one response adds. Its arrays do not reference the response
+    body."""
 
     extends: int | None
     """Index of the longest open sample that the prompt begins with; None starts a new sample."""
@@ -244,7 +255,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     routes: Routes | None
     """Rows from the sample's `rows_from` on; None if the response has none of them."""
     sequence: Fingerprint
-    """Of the whole prompt and completion."""
+    """Fingerprint of the whole prompt and completion."""
     finish_reason: str | None
     version: int | None
     """Policy version when the completion ended, if the response states only that."""
@@ -265,7 +276,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     routes_absent: bool = False
     """Whether routed experts were requested and the response has none of the new rows."""
     sampling_mask: SamplingMask | None = None
-    """With `engine.sampling_masks`."""
+    """The sampling mask, if `engine.sampling_masks` is set."""
     fields: Mapping[str, NDArray[Any]] = msgspec.field(default_factory=dict[str, NDArray[Any]])
     """Declared fields for the trainer that the response has: one number, or one per completion token."""
     version_spans: tuple[VersionSpan, ...] = ()
@@ -286,20 +297,21 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class TurnMetadata:
-    """What is recorded of a turn and is not in its response."""
+    """Recorded facts of a turn that are not in its response."""
 
     agent: str = ""
     engine: str = ""
     """URL of the replica."""
     version: SaidVersion = SaidVersion(0, exact=False)
-    """Of the replica's weights before the request left. Used if the response states none."""
+    """Version of the replica's weights before the request left. Used if the response states
+    none."""
     answered_at: float | None = None
-    """When the response had come, by the monotonic clock: what the replica says after that decides about `version` when
-    the session is sealed. None if nothing is to be asked."""
+    """Arrival of the response, by the monotonic clock. The replica's later report decides about
+    `version` when the session is sealed. None if no report is needed."""
     begun_at: float = 0.0
-    """When the request was sent, by the clock of the process that records it; 0 if that is not known."""
+    """Start of the request by the recording process's clock; 0 if unknown."""
     seconds: float = 0.0
-    """Until its response had come, with what was sent again in between."""
+    """Time until the response arrived, repeated requests included."""
     temperature: float = 1.0
     sampling: str = "{}"
     """Sampling fields that change the distribution (top_p and others), as JSON."""

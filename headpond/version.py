@@ -15,13 +15,15 @@ LENGTH = 12
 
 @functools.cache
 def commit() -> str | None:
-    """Read the commit from the written file, or from git in a clone; None where there is neither."""
+    """Read the commit from the written file, or from git in a clone. Return None without either."""
     package = Path(__file__).parent
     if (written := package / WRITTEN).exists():
         return written.read_text().strip()[:LENGTH] or None
-    if not (package.parent / ".git").exists():  # git would find the repository around a virtual environment
+    # git would find the repository around a virtual environment.
+    if not (package.parent / ".git").exists():
         return None
-    # Variables of another repository, as a hook of git has them, must not count; nor who owns a shared clone.
+    # A git hook's variables name another repository and must not count. The owner of a shared clone
+    # must not matter either.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     command = ["git", "-c", "safe.directory=*", "-C", str(package.parent), "rev-parse", "HEAD"]
     try:
@@ -32,7 +34,7 @@ def commit() -> str | None:
 
 
 def release() -> str:
-    """`0.2.0 (3f2a9c51d07e)`: processes of one run compare it."""
+    """Return `0.2.0 (3f2a9c51d07e)`: processes of one run compare it."""
     return f"{VERSION} ({commit() or 'commit unknown'})"
 
 

@@ -1,7 +1,9 @@
-"""Rewards -> advantages, in two phases: per group as soon as it is complete, then per batch from one scalar a rollout.
+"""Rewards -> advantages, in two phases. The group phase runs as soon as a group is complete. The
+batch phase reads one scalar a rollout.
 
-Float64 inside, float32 out. Sums are correctly rounded (math.fsum), so the same rollouts in any order, on any machine,
-give the same bits. A group holds every scored rollout, dropped ones included: they count in the baseline.
+Float64 inside, float32 out. Sums are correctly rounded (math.fsum): the same rollouts give the
+same bits in any order, on any machine. A group holds every scored rollout, dropped ones
+included: they count in the baseline.
 """
 
 from headpond.advantages.estimators import ESTIMATORS, Estimator

@@ -1,9 +1,11 @@
-"""The estimators and their formulas: a function of a group's shaped rewards, and for some one of the batch's values.
+"""The estimators and their formulas: a function of a group's shaped rewards, and sometimes one of
+the batch's values.
 
-First those with one value a rollout, then those with one value a turn, by which turns and agents of one rollout may
-have different advantages; `built_in` names them all.
+Estimators with one value a rollout come first. Those with one value a turn follow: turns and agents
+of one rollout may have different advantages. `built_in` lists all.
 
-`advantages.estimator = "module:attribute"` names one of your own: an `Estimator`, or a function for its group phase.
+`advantages.estimator = "module:attribute"` selects one of your own: an `Estimator`, or a
+function for its group phase.
 """
 
 import math
@@ -19,32 +21,36 @@ from headpond.errors import StageError
 from headpond.filters import rewards_are_equal
 
 STD_EPSILON = 1e-6
-"""Added to a group's standard deviation, with the value that verl and others use: results stay comparable."""
+"""Added to a group's standard deviation. verl and others use the same value: results stay
+comparable."""
 BATCH_STD_EPSILON = 1e-4
-"""Added to the standard deviation of a batch's rewards, with the value that TRL uses."""
+"""Added to the standard deviation of a batch's rewards. TRL uses the same value."""
 VARIANCE_EPSILON = 1e-8
-"""Added to the variance that whitening divides by (verl), or its least value (NeMo-RL, OpenRLHF)."""
+"""Added to the variance that whitening divides by (verl), or its least value (NeMo-RL,
+OpenRLHF)."""
 GREEDY = "greedy"
-"""The named reward that `remax` subtracts: that of a greedy completion."""
+"""Name of the reward that `remax` subtracts: the reward of a greedy completion."""
 Whitening = Literal["verl", "nemo_rl", "openrlhf"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimator:
     group: Callable[[GroupValues], Floats] | Callable[[GroupValues], Sequence[Floats]]
-    """Maps a group with shaped rewards to one value a rollout; with `per_turn`, to one array of values a rollout."""
+    """Maps a group with shaped rewards to one value a rollout; with `per_turn`, to one array of
+    values a rollout."""
     batch: Callable[[BatchValues], Any] | Callable[[BatchValues, Any], tuple[Any, Any]] | None = None
-    """Maps the values of a whole batch to advantages; None where the group's values are final."""
+    """Maps the values of a whole batch to advantages. None: the group's values are final."""
     state: Any = None
-    """The state before the first step: anything that JSON can hold, None for no state. With a state, `batch` takes
-    (values, state) and returns (advantages, next state). The next state is kept with the step: a step that is formed
-    again starts from the state before it."""
+    """The state before the first step: any JSON value, or None for no state. With a state,
+    `batch` takes (values, state) and returns (advantages, next state). The step stores its next
+    state: a step that is formed again starts from the state before it."""
     needs_variance: bool = True
-    """The values are differences within a group: equal rewards give exactly 0, and the zero-variance filter applies."""
+    """The values are differences within a group. Equal rewards give exactly 0, and the
+    zero-variance filter applies."""
     variance_of: Literal["rewards", "values"] = "rewards"
-    """What must differ: the shaped rewards, or the values that `group` returns."""
+    """The column that must differ: the shaped rewards, or the values that `group` returns."""
     per_turn: bool = False
-    """Both functions return a sequence with one array for each rollout, which has one value for each of its turns."""
+    """Both functions return one array for each rollout, with one value for each of its turns."""
     min_reward: float = -MAX_REWARD
 
 
@@ -61,12 +67,13 @@ def grpo(group: GroupValues) -> Floats:
 
 
 def grpo_leave_one_out(group: GroupValues) -> Floats:
-    """As NeMo-RL: mean and deviation of the other rollouts; undivided where these are equal."""
+    """Subtract the mean of the other rollouts and divide by their deviation, as NeMo-RL does.
+    Equal other rewards leave the difference undivided."""
     values = np.zeros(len(group.rewards))
     for index, reward in enumerate(group.rewards):
-        others = np.delete(group.rewards, index)
-        differ = len(others) > 1 and not rewards_are_equal(others)
-        values[index] = (reward - mean(others)) / (deviation(others) + STD_EPSILON if differ else 1.0)
+        other_rewards = np.delete(group.rewards, index)
+        differ = len(other_rewards) > 1 and not rewards_are_equal(other_rewards)
+        values[index] = (reward - mean(other_rewards)) / (deviation(other_rewards) + STD_EPSILON if differ else 1.0)
     return values
 
 
@@ -76,7 +83,8 @@ def rloo(group: GroupValues) -> Floats:
 
 
 def opo(group: GroupValues) -> Floats:
-    """The baseline that is optimal if gradients grow with length: the mean reward of a completion token."""
+    """Subtract the mean reward of a completion token: the optimal baseline if gradients grow
+    with length."""
     tokens = int(group.completion_tokens.sum())
     if not tokens:
         return centered(group)
@@ -107,7 +115,7 @@ def pass_at_k_normalised(group: GroupValues) -> Floats:
 
 
 def gdpo(group: GroupValues, *, weights: Mapping[str, float]) -> Floats:
-    """Each named reward normalised as by `grpo`, then their weighted sum."""
+    """Normalise each named reward as `grpo` does, then return their weighted sum."""
     if len(group.named_rewards) < 2:
         raise StageError(f"gdpo needs two or more named rewards, the scores have {sorted(group.named_rewards)}")
     if unknown := sorted(weights.keys() - group.named_rewards.keys()):
@@ -122,7 +130,7 @@ def gdpo(group: GroupValues, *, weights: Mapping[str, float]) -> Floats:
 
 
 def standardised(batch: BatchValues) -> Floats:
-    """Mean 0 and standard deviation 1 over the rollouts of the batch, as NeMo-RL's GDPO."""
+    """Scale to mean 0 and standard deviation 1 over the batch's rollouts, like NeMo-RL's GDPO."""
     if len(batch.values) < 2:
         return np.zeros(len(batch.values))
     spread = deviation(batch.values)
@@ -130,17 +138,17 @@ def standardised(batch: BatchValues) -> Floats:
 
 
 def scaled_by_batch(batch: BatchValues) -> Floats:
-    """As TRL's `scale_rewards="batch"`: divided by the standard deviation of all rewards of the batch."""
+    """Divide by the standard deviation of all rewards of the batch, like TRL's
+    `scale_rewards="batch"`."""
     if len(batch.rewards) < 2:
         return np.zeros(len(batch.values))
     return batch.values / (deviation(batch.rewards) + BATCH_STD_EPSILON)
 
 
 def whiten(batch: BatchValues, *, corrected: bool, added: bool) -> Floats:
-    """Mean 0 and variance 1 over the batch's sampled tokens, each of which carries its rollout's value.
-
-    `corrected`: the variance has n - 1 (Bessel). `added`: VARIANCE_EPSILON is added to it; else it is at least that.
-    """
+    """Scale to mean 0 and variance 1 over the batch's sampled tokens; each carries its rollout's
+    value. `corrected`: the variance has n - 1 (Bessel). `added`: VARIANCE_EPSILON is added to
+    the variance; else it is the variance's minimum."""
     weights, tokens = batch.sampled_tokens, int(batch.sampled_tokens.sum())
     if tokens < 2:
         return np.zeros(len(batch.values))
@@ -150,7 +158,7 @@ def whiten(batch: BatchValues, *, corrected: bool, added: bool) -> Floats:
 
 
 def whitening(by: Whitening) -> Callable[[BatchValues], Floats]:
-    """As the named framework does it."""
+    """Return the whitening of the named framework."""
 
     def whitened(batch: BatchValues) -> Floats:
         return whiten(batch, corrected=by == "verl", added=by == "verl")
@@ -159,14 +167,15 @@ def whitening(by: Whitening) -> Callable[[BatchValues], Floats]:
 
 
 def grpo_process(group: GroupValues) -> list[Floats]:
-    """GRPO with process supervision (DeepSeekMath 4.1.3): the rewards of all turns of the group, normalised together; a
-    turn has the sum of its own and the later ones. A rollout without turn rewards has its reward at its last turn."""
+    """Apply GRPO with process supervision (DeepSeekMath 4.1.3). All turn rewards of the group
+    are normalised together; a turn has the sum of its own and the later ones. A rollout without
+    turn rewards has its reward at its last turn."""
     rewards = [_process_rewards(turns, reward) for turns, reward in zip(group.by_turn, group.rewards, strict=True)]
-    given = np.concatenate([each[~np.isnan(each)] for each in rewards])
-    if given.size < 2 or rewards_are_equal(given):
-        return [np.zeros(len(each)) for each in rewards]
-    average, spread = mean(given), deviation(given) + STD_EPSILON
-    return [np.cumsum(np.nan_to_num((each - average) / spread)[::-1])[::-1] for each in rewards]
+    turn_rewards = np.concatenate([row[~np.isnan(row)] for row in rewards])
+    if turn_rewards.size < 2 or rewards_are_equal(turn_rewards):
+        return [np.zeros(len(row)) for row in rewards]
+    average, spread = mean(turn_rewards), deviation(turn_rewards) + STD_EPSILON
+    return [np.cumsum(np.nan_to_num((row - average) / spread)[::-1])[::-1] for row in rewards]
 
 
 def _process_rewards(turns: TurnValues, reward: float) -> Floats:
@@ -176,47 +185,49 @@ def _process_rewards(turns: TurnValues, reward: float) -> Floats:
 
 
 def grpo_agents(group: GroupValues) -> list[Floats]:
-    """The rewards of each agent normalised among the rollouts of the group in which it took part."""
+    """Normalise the rewards of each agent among the group's rollouts in which it took part."""
     rewards = by_agent(group)
     names = dict.fromkeys(name for turns in group.by_turn for name in turns.agents)
-    values = [np.zeros(len(each)) for each in rewards]
+    values = [np.zeros(len(row)) for row in rewards]
     for name in names:
-        turns = [np.array([agent == name for agent in each.agents], bool) for each in group.by_turn]
-        own = np.array([each[mask][0] for each, mask in zip(rewards, turns, strict=True) if mask.any()])
-        if own.size < 2 or rewards_are_equal(own):
+        turns = [np.array([agent == name for agent in turn_values.agents], bool) for turn_values in group.by_turn]
+        agent_rewards = np.array([row[mask][0] for row, mask in zip(rewards, turns, strict=True) if mask.any()])
+        if agent_rewards.size < 2 or rewards_are_equal(agent_rewards):
             continue
         for value, reward, mask in zip(values, rewards, turns, strict=True):
-            value[mask] = (reward[mask] - mean(own)) / (deviation(own) + STD_EPSILON)
+            value[mask] = (reward[mask] - mean(agent_rewards)) / (deviation(agent_rewards) + STD_EPSILON)
     return values
 
 
 def by_agent(group: GroupValues) -> list[Floats]:
-    """Each turn has the reward of its agent; that of the rollout where the score has none for it."""
-    given = group.agent_rewards or ({},) * len(group.rewards)
+    """Give each turn the reward of its agent, or the rollout's reward if the score has none for
+    that agent."""
+    agent_rewards = group.agent_rewards or ({},) * len(group.rewards)
     return [
         np.array([named.get(agent, reward) for agent in turns.agents], np.float64)
-        for turns, named, reward in zip(group.by_turn, given, group.rewards, strict=True)
+        for turns, named, reward in zip(group.by_turn, agent_rewards, group.rewards, strict=True)
     ]
 
 
 def rae(batch: BatchValues, state: Mapping[str, float], *, decay: float) -> tuple[list[Floats], dict[str, float]]:
-    """Role-conditioned advantages (SPIRAL): the reward of an agent less its moving mean in that environment, which
-    then takes it in, rollout by rollout."""
+    """Compute role-conditioned advantages (SPIRAL): an agent's reward less its moving mean in
+    that environment. The mean takes in the reward afterwards, rollout by rollout."""
     baselines, values = dict(state), list[Floats]()
     for turns, rewards, environment in zip(batch.by_turn, batch.turn_values, batch.environments, strict=True):
         value = np.zeros(len(rewards))
         for agent in dict.fromkeys(turns.agents):
-            mask = np.array([each == agent for each in turns.agents], bool)
+            mask = np.array([name == agent for name in turns.agents], bool)
             key, reward = f"{environment}/{agent}", float(rewards[mask][0])
-            before = baselines.get(key, 0.0)
-            value[mask] = reward - before
-            baselines[key] = decay * before + (1 - decay) * reward
+            baseline = baselines.get(key, 0.0)
+            value[mask] = reward - baseline
+            baselines[key] = decay * baseline + (1 - decay) * reward
         values.append(value)
     return values, baselines
 
 
 def built_in(by: Whitening, *, weights: Mapping[str, float], decay: float) -> dict[str, Estimator]:
-    """The built-in estimators, by the name in `advantages.estimator`, with the settings that some of them use."""
+    """Return the built-in estimators by their name in `advantages.estimator`. The arguments are
+    settings that some of them use."""
     whitened, weighted_gdpo, decaying_rae = whitening(by), partial(gdpo, weights=weights), partial(rae, decay=decay)
     return {
         "grpo": Estimator(group=grpo),

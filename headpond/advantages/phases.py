@@ -1,4 +1,5 @@
-"""The two phases: a group's values as soon as it is complete, a batch's advantages when a step is composed."""
+"""The two phases. A group's values are computed as soon as it is complete, a batch's advantages
+when a step is composed."""
 
 import copy
 import json
@@ -17,33 +18,38 @@ from headpond.filters import rewards_are_equal
 logger = logging.getLogger("headpond.advantages")
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
-STATE_LIMIT_BYTES = 1 << 20  # a baseline for each of 40,000 examples; in the ledger and in every manifest
+# The state is stored in the ledger and in every manifest. 1 MiB holds a baseline for each of 40,000
+# examples.
+STATE_LIMIT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupAdvantages:
     values: Floats
-    """Final where the estimator has no batch phase, else the input of that phase."""
+    """Final if the estimator has no batch phase, else the input of that phase."""
     shaped: Floats
     """The rewards after length shaping."""
     judged: Floats
-    """What the zero-variance filter judges: these rewards, or the values."""
+    """Compared by the zero-variance filter: the shaped rewards, or the values."""
     by_turn: tuple[Floats, ...] | None = None
-    """With `per_turn`: the values of each rollout's turns, whose mean over tokens is its entry in `values`."""
+    """The values of each rollout's turns, with `per_turn`. Their mean over tokens is the
+    rollout's entry in `values`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchAdvantages:
     values: NDArray[np.float32]
-    """As delivered."""
+    """The advantages as delivered."""
     state: str | None
-    """The estimator's next state with its name, as JSON text; None without a state. Only this module reads it."""
+    """The estimator's next state with its name, as JSON text; None without a state. Only this
+    module reads it."""
     by_turn: tuple[Floats, ...] | None = None
-    """As in GroupAdvantages."""
+    """See GroupAdvantages."""
 
 
 def reward_error(reward: float, recipe: Recipe) -> str | None:
-    """Why a rollout with this reward has failed, or None. Checked for each rollout before its group is formed."""
+    """Explain why a rollout with this reward has failed, or return None. Each rollout is checked
+    before its group is formed."""
     if not abs(reward) <= MAX_REWARD:
         return f"its reward is {reward}: an environment must return a finite number, at most {MAX_REWARD} in size"
     if reward < recipe.estimator.min_reward:
@@ -75,30 +81,32 @@ def group_phase(group: GroupValues, recipe: Recipe) -> GroupAdvantages:
 
 
 def batch_phase(batch: BatchValues, recipe: Recipe, state: str | None = None) -> BatchAdvantages:
-    """`state` is that of the step before, None for the first step. Without a batch phase only the type changes."""
+    """Compute the advantages of a batch. `state` comes from the step before, None for the first
+    step. Without a batch phase only the type changes."""
     compute, size = cast(Any, recipe.estimator.batch), len(batch.values)
     with error_boundary(StageError, f"the estimator {recipe.name} failed in its batch phase"):
         if compute is None:
             return BatchAdvantages(values=_checked(batch.values, size, recipe.name).astype(np.float32), state=None)
         if recipe.estimator.state is None:
-            result, kept = compute(batch), None
+            result, state_text = compute(batch), None
         else:
-            result, after = _pair(compute(batch, _state(state, recipe)), recipe)
-            kept = _kept(after, recipe)
+            result, next_state = _pair(compute(batch, _state(state, recipe)), recipe)
+            state_text = _kept(next_state, recipe)
         values, by_turn = _values(result, batch.by_turn, size, recipe)
-        return BatchAdvantages(values=values.astype(np.float32), state=kept, by_turn=by_turn)
+        return BatchAdvantages(values=values.astype(np.float32), state=state_text, by_turn=by_turn)
 
 
 def _values(
     result: Any, turns: tuple[TurnValues, ...], size: int, recipe: Recipe
 ) -> tuple[Floats, tuple[Floats, ...] | None]:
-    """What an estimator returned: one value a rollout, and with `per_turn` those of its turns."""
+    """Check an estimator's result: one value a rollout, or with `per_turn` one array of turn
+    values a rollout."""
     if not recipe.estimator.per_turn:
         return _checked(result, size, recipe.name), None
     if len(result) != size:
         raise StageError(f"{recipe.name} gave {len(result)} arrays for {size} rollouts: one a rollout is needed")
     by_turn = tuple(
-        _checked(values, len(of.tokens), recipe.name, "turns") for values, of in zip(result, turns, strict=True)
+        _checked(values, len(turn.tokens), recipe.name, "turns") for values, turn in zip(result, turns, strict=True)
     )
     return token_means(by_turn, turns), by_turn
 
@@ -108,7 +116,8 @@ def _spread(values: Floats, group: GroupValues) -> tuple[Floats, ...]:
 
 
 def _flat(values: Floats, by_turn: tuple[Floats, ...] | None) -> Floats:
-    """With a 0, so that the values of turns count as equal only if all of them are 0."""
+    """Flatten the turn values and append a 0. They then count as equal only if all of them are
+    0."""
     return values if by_turn is None else np.concatenate([*by_turn, np.zeros(1)])
 
 
@@ -120,8 +129,8 @@ def _pair(result: object, recipe: Recipe) -> tuple[Any, Any]:
     )
 
 
-def _state(kept: str | None, recipe: Recipe) -> Any:
-    record: dict[str, Any] = json.loads(kept) if kept else {}
+def _state(text: str | None, recipe: Recipe) -> Any:
+    record: dict[str, Any] = json.loads(text) if text else {}
     if record.get("estimator") == recipe.name:
         return record["state"]
     if record:
@@ -145,8 +154,8 @@ def _plain(value: object) -> object:
     raise TypeError(f"it contains a {type(value).__name__}")
 
 
-def _checked(result: Floats, size: int, source: str, of: str = "rollouts") -> Floats:
+def _checked(result: Floats, size: int, source: str, unit: str = "rollouts") -> Floats:
     values = np.asarray(result, np.float64)
     if values.shape != (size,) or not (np.abs(values) <= FLOAT32_MAX).all():
-        raise StageError(f"{source} gave {result} for {size} {of}: one finite float32 each is needed")
+        raise StageError(f"{source} gave {result} for {size} {unit}: one finite float32 each is needed")
     return values

@@ -62,10 +62,11 @@ class AdvantageSettings(Section):
     @field_validator("estimator", "length_shaping")
     @classmethod
     def _check_name(cls, name: str, info: ValidationInfo) -> str:
-        """`module:attribute` is checked by the processes that start with it."""
-        known = ESTIMATORS if info.field_name == "estimator" else SHAPINGS
-        if not is_custom(name) and name not in known:
-            raise ValueError(unknown(name, known))
+        """Check a built-in name. The processes that import `module:attribute` check a custom
+        one."""
+        names = ESTIMATORS if info.field_name == "estimator" else SHAPINGS
+        if not is_custom(name) and name not in names:
+            raise ValueError(unknown(name, names))
         return name
 
     @model_validator(mode="after")
@@ -96,7 +97,8 @@ class Recipe:
 
 
 def resolve(settings: AdvantageSettings, *, group_size: int) -> Recipe:
-    """Imports the code that `module:attribute` names into this process."""
+    """Resolve the names in the settings. Code that `module:attribute` names is imported into
+    this process."""
     if group_size < 1:
         raise ConfigError(f"group_size is {group_size}: set the number of rollouts that share a baseline, at least 1")
     shapings: dict[str, Shaping] = {
@@ -130,20 +132,20 @@ def resolve(settings: AdvantageSettings, *, group_size: int) -> Recipe:
 def load_estimator(
     name: str, built_in: Mapping[str, Estimator] = ESTIMATORS, *, setting: str = "advantages.estimator"
 ) -> Estimator:
-    """The built-in one, or the `Estimator` or function of `module:attribute`."""
+    """Return the built-in estimator, or import the `Estimator` or function `module:attribute`."""
     if not is_custom(name):
         return lookup(built_in, name, setting=setting)
-    found, what = import_attribute(name, setting=setting), f"{setting} = {name!r}"
-    if not isinstance(found, Estimator):
-        return Estimator(group=checked_function(found, "group", what=what))
-    checked_function(found.group, "group", what=f"{what}: `group`")
-    if found.batch is not None:
-        arguments = ("batch",) if found.state is None else ("batch", "state")
-        advice = ", or give the Estimator a `state`" if found.state is None else ""
-        checked_function(found.batch, *arguments, what=f"{what}: `batch`", advice=advice)
-    elif found.state is not None:
-        raise ConfigError(f"{what} has a state and no batch phase: set `batch`, a function of (batch, state)")
-    return found
+    estimator, label = import_attribute(name, setting=setting), f"{setting} = {name!r}"
+    if not isinstance(estimator, Estimator):
+        return Estimator(group=checked_function(estimator, "group", what=label))
+    checked_function(estimator.group, "group", what=f"{label}: `group`")
+    if estimator.batch is not None:
+        arguments = ("batch",) if estimator.state is None else ("batch", "state")
+        advice = ", or give the Estimator a `state`" if estimator.state is None else ""
+        checked_function(estimator.batch, *arguments, what=f"{label}: `batch`", advice=advice)
+    elif estimator.state is not None:
+        raise ConfigError(f"{label} has a state and no batch phase: set `batch`, a function of (batch, state)")
+    return estimator
 
 
 def check_estimator(name: str, *, setting: str) -> Facts:
@@ -153,7 +155,7 @@ def check_estimator(name: str, *, setting: str) -> Facts:
 def load_shaping(
     name: str, built_in: Mapping[str, Shaping] = {}, *, setting: str = "advantages.length_shaping"
 ) -> Shaping:
-    """The built-in one, or the function of `module:function`."""
+    """Return the built-in shaping, or import `module:function`."""
     if not is_custom(name):
         return lookup(built_in, name, setting=setting)
     return checked_function(import_attribute(name, setting=setting), "group", what=f"{setting} = {name!r}")

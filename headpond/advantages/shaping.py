@@ -1,4 +1,5 @@
-"""Length shaping: rewards of a group that favour its shorter rollouts, computed before the baseline."""
+"""Length shaping: raises or lowers rewards to favour a group's shorter rollouts, before the
+baseline is computed."""
 
 from collections.abc import Callable
 
@@ -23,7 +24,8 @@ def shape_by_turns(group: GroupValues) -> Floats:
 
 
 def shape_linearly(group: GroupValues, *, completion_weight: float, input_weight: float, turn_weight: float) -> Floats:
-    """Lower each reward by shares of the group's mean reward: of each count, relative to the group's largest."""
+    """Lower each reward by shares of the group's mean reward. Each count has a share, relative
+    to the group's largest count."""
     counts = [group.completion_tokens, group.input_tokens, group.turns]
     weights = [completion_weight, input_weight, turn_weight]
     shares = [weight * count / max(count.max(), 1) for weight, count in zip(weights, counts, strict=True)]
@@ -31,15 +33,15 @@ def shape_linearly(group: GroupValues, *, completion_weight: float, input_weight
 
 
 def punish_overlong(group: GroupValues, *, tokens: int, buffer: int, penalty: float) -> Floats:
-    """DAPO's soft overlong punishment: 0 up to `tokens - buffer` completion tokens, then linear, `-penalty` from
-    `tokens` on."""
+    """Subtract DAPO's soft overlong punishment. It is 0 up to `tokens - buffer` completion
+    tokens, then grows linearly to `penalty` at `tokens`."""
     excess = group.completion_tokens - (tokens - buffer)
     return group.rewards - penalty * np.clip(excess / buffer, 0, 1)
 
 
 def reward_brevity(rewards: Floats, costs: Floats) -> Floats:
-    """Raise the best rewards by up to their own size, in proportion to how far a rollout's cost is below the mean cost
-    of the best. No reward is lowered."""
+    """Raise the best rewards by up to their own size, and lower none. The rise is in proportion
+    to how far a rollout's cost is below the mean cost of the best."""
     best = rewards == rewards.max()
     mean_cost = mean(costs[best])
     if rewards.max() <= 0 or mean_cost <= 0:

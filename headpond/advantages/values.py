@@ -15,24 +15,25 @@ Ints = NDArray[np.int64]
 Number = TypeVar("Number", int, float)
 
 MAX_REWARD = 1e30
-"""Differences, squares and quotients of rewards up to this size stay finite, also as float32."""
+"""Largest size of a reward. Differences, squares and quotients of such rewards stay finite, also
+as float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TurnValues:
-    """The turns of one rollout in their order, one entry each."""
+    """The turns of one rollout in order, one entry a turn."""
 
     rewards: Floats
-    """`Score.turn_rewards`; NaN where the environment scored no turns."""
+    """`Score.turn_rewards`; NaN if the environment scored no turns."""
     agents: tuple[str, ...]
-    """The names given to `policy.chat(agent=...)`, "" without one."""
+    """The names given to `policy.chat(agent=...)`, "" if none was given."""
     tokens: Ints
-    """Completion tokens."""
+    """Completion tokens of each turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupValues:
-    """The n scored rollouts of one group, one entry each."""
+    """The n scored rollouts of one group, one entry a rollout."""
 
     rewards: Floats
     completion_tokens: Ints
@@ -40,45 +41,46 @@ class GroupValues:
     input_tokens: Ints
     turns: Ints
     named_rewards: Mapping[str, Floats] = field(default_factory=dict[str, Floats])
-    """`Score.rewards` by name. NaN where a rollout's score lacks the name; where its policy failed, its reward."""
+    """`Score.rewards` by name. NaN if a rollout's score lacks the name. A rollout whose policy
+    failed has its reward under every name."""
     agents: tuple[Mapping[str, int], ...] = ()
-    """The agents that the environment named, in the order of their first turns, with their completion tokens. `()`
-    if no rollout has any."""
+    """The agents that the environment named, in the order of their first turns, with their
+    completion tokens. `()` if no rollout has any."""
     agent_rewards: tuple[Mapping[str, float], ...] = ()
     """`Score.agent_rewards`. `()` if no rollout has any."""
     by_turn: tuple[TurnValues, ...] = ()
-    """For estimators with `per_turn`."""
+    """The turns of each rollout, needed by estimators with `per_turn`."""
     environment: str = ""
     example: int = -1
     """The example's number in its environment."""
 
     def __post_init__(self) -> None:
-        lengths = [len(each) for each in (self.completion_tokens, self.tool_tokens, self.input_tokens, self.turns)]
-        lengths += [len(each) for each in self.named_rewards.values()]
-        lengths += [len(each) for each in (self.agents, self.agent_rewards, self.by_turn) if each]
+        lengths = [len(column) for column in (self.completion_tokens, self.tool_tokens, self.input_tokens, self.turns)]
+        lengths += [len(column) for column in self.named_rewards.values()]
+        lengths += [len(column) for column in (self.agents, self.agent_rewards, self.by_turn) if column]
         if set(lengths) != {len(self.rewards)} or not lengths[0]:
             raise StageError(f"a group of {len(self.rewards)} rewards has columns of {lengths} entries")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchValues:
-    """The rollouts of one batch sorted by the text of their ids, one entry each."""
+    """The rollouts of one batch, one entry a rollout, sorted by the text of their ids."""
 
     values: Floats
     """The results of the group phase."""
     sampled_tokens: Ints
     rewards: Floats = field(default_factory=lambda: np.empty(0))
-    """Before length shaping."""
+    """The rewards before length shaping."""
     named_rewards: Mapping[str, Floats] = field(default_factory=dict[str, Floats])
-    """As in GroupValues."""
+    """See GroupValues."""
     agents: tuple[Mapping[str, int], ...] = ()
-    """As in GroupValues."""
+    """See GroupValues."""
     agent_rewards: tuple[Mapping[str, float], ...] = ()
-    """As in GroupValues."""
+    """See GroupValues."""
     by_turn: tuple[TurnValues, ...] = ()
-    """As in GroupValues."""
+    """See GroupValues."""
     turn_values: tuple[Floats, ...] = ()
-    """With `per_turn`: the results of the group phase, one value a turn."""
+    """The results of the group phase with `per_turn`, one value a turn."""
     groups: tuple[str, ...] = ()
     environments: tuple[str, ...] = ()
     examples: tuple[int, ...] = ()
@@ -86,8 +88,8 @@ class BatchValues:
     def __post_init__(self) -> None:
         columns = [self.rewards, self.agents, self.agent_rewards, self.by_turn, self.turn_values]
         columns += [self.groups, self.environments, self.examples]
-        lengths = [len(self.sampled_tokens), *(len(each) for each in self.named_rewards.values())]
-        lengths += [len(each) for each in columns if len(each)]
+        lengths = [len(self.sampled_tokens), *(len(column) for column in self.named_rewards.values())]
+        lengths += [len(column) for column in columns if len(column)]
         if set(lengths) != {len(self.values)}:
             raise StageError(f"a batch of {len(self.values)} values has columns of {lengths} entries")
 
@@ -97,23 +99,24 @@ def mean(values: Floats) -> float:
 
 
 def deviation(values: Floats) -> float:
-    """Standard deviation with n - 1: a group is a sample of the policy's rollouts."""
+    """Return the standard deviation with n - 1: a group is a sample of the policy's rollouts."""
     return math.sqrt(math.fsum((values - mean(values)) ** 2) / (len(values) - 1))
 
 
 def token_means(values: Sequence[Floats], turns: Sequence[TurnValues]) -> Floats:
-    """One value a rollout: the mean over its completion tokens; 0 without any."""
+    """Average each rollout's turn values over its completion tokens; 0 without any."""
     return np.array(
         [
-            math.fsum(value * each.tokens) / tokens if (tokens := int(each.tokens.sum())) else 0.0
-            for value, each in zip(values, turns, strict=True)
+            math.fsum(value * turn.tokens) / tokens if (tokens := int(turn.tokens.sum())) else 0.0
+            for value, turn in zip(values, turns, strict=True)
         ],
         np.float64,
     )
 
 
 def named_rewards(named: Sequence[Mapping[str, float]], rewards: Floats, failed: Sequence[bool]) -> dict[str, Floats]:
-    """A rollout whose policy failed has no parts: its reward stands for each."""
+    """Collect the named rewards into columns. A rollout whose policy failed has no named
+    rewards: its reward replaces each."""
     missing = [float(reward) if fails else np.nan for reward, fails in zip(rewards, failed, strict=True)]
     names = dict.fromkeys(name for parts in named for name in parts)
     return {

@@ -1,7 +1,7 @@
-"""What a trainer adds to a step afterwards, token by token: its own logprobs, above all.
+"""Arrays that a trainer adds to a step afterwards, token by token: its own logprobs, above all.
 
 trainer/annotations/step_000042.rank_00.safetensors    the arrays of the newest steps
-trainer/annotations.rank_00.jsonl                       a line of means per step, the last one of a step holds
+trainer/annotations.rank_00.jsonl                       a line of means per step; a step's last line counts
 """
 
 import heapq
@@ -20,11 +20,11 @@ from headpond.errors import BatchError
 from headpond.store import atomic, tensors
 
 STEPS_KEPT = 16
-"""Steps whose arrays are kept, those that were written last: 4 bytes a token and name."""
+"""Number of steps whose arrays are kept: those that were written last. 4 bytes a token and name."""
 LINES_BYTES = 16 << 20
-"""Of the file of means: then it begins anew. A line has about 150 bytes."""
+"""Size at which the file of means begins anew. A line has about 150 bytes."""
 LINES_MOST = 50_000
-"""That a reader of means has in memory: 600 bytes each."""
+"""Lines that a reader of means has in memory: 600 bytes each."""
 NAMES_MOST = 8
 NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 DIRECTORY = "annotations"
@@ -33,7 +33,8 @@ DIRECTORY = "annotations"
 def write_annotations(
     run_dir: Path, step: int, data_rank: int, arrays: Mapping[str, Array], *, logprobs: Array, loss_mask: Array
 ) -> None:
-    """Arrays have one f32 entry per token of the rank's file; `logprobs` and `loss_mask` are the batch's own."""
+    """Write a trainer's arrays, with one f32 entry per token of the rank's file. `logprobs` and
+    `loss_mask` are the batch's own."""
     for name, array in arrays.items():
         if not NAME.fullmatch(name) or array.shape != loss_mask.shape:
             raise BatchError(
@@ -45,10 +46,11 @@ def write_annotations(
     content = tensors.to_bytes(arrays, {"step": str(step), "data_rank": str(data_rank)})
     written = directory / f"step_{step:06d}.rank_{data_rank:02d}.safetensors"
     atomic.write(written, content)
-    # Not by their numbers: a trainer that resumes from an older checkpoint writes earlier steps again.
-    others = [path for path in directory.glob(f"step_*.rank_{data_rank:02d}.safetensors") if path != written]
-    others.sort(key=lambda path: (path.stat().st_mtime_ns, path.name))
-    for path in others[: 1 - STEPS_KEPT]:
+    # Sorted by time, not by step: a trainer that resumes from an older checkpoint writes earlier
+    # steps again.
+    other_files = [path for path in directory.glob(f"step_*.rank_{data_rank:02d}.safetensors") if path != written]
+    other_files.sort(key=lambda path: (path.stat().st_mtime_ns, path.name))
+    for path in other_files[: 1 - STEPS_KEPT]:
         path.unlink(missing_ok=True)
     trained = loss_mask.astype(bool)
     line: dict[str, float] = {"step": step, "loss_tokens": int(trained.sum())}
@@ -60,8 +62,10 @@ def write_annotations(
 
 
 def _mismatch(ratio: Array) -> dict[str, float]:
-    """Of trainer and sampler: the estimate exp(r) - 1 - r of KL(sampler || trainer), r the trainer's logprob minus the
-    sampler's, and the largest |r|."""
+    """The estimate exp(r) - 1 - r of KL(sampler || trainer), and the largest |r|.
+
+    r is the trainer's logprob minus the sampler's.
+    """
     ratio = np.clip(ratio.astype(np.float64), -20, 20)
     return {"kl": _rounded((np.expm1(ratio) - ratio).mean()), "mismatch_max": _rounded(np.abs(ratio).max())}
 
@@ -85,12 +89,13 @@ class Means:
         self._read: dict[str, tuple[int, int]] = {}
         """file of a rank -> its inode, and the bytes of it that were read"""
         self._ranks: dict[int, dict[str, dict[str, float]]] = {}
-        """step -> file -> line, of the steps that were annotated last, the newest at the end"""
+        """step -> file -> line, for the steps that were annotated last, the newest at the end"""
         self._lines = 0
         self.by_step: dict[int, dict[str, float]] = {}
 
     def read(self, limit: int) -> int:
-        """Read at most `limit` bytes that were appended; how many there were, `limit` if there are more."""
+        """Read at most `limit` bytes that were appended. Return how many there were, `limit` if
+        there are more."""
         done, changed = 0, set[int]()
         for path in sorted(self._folder.glob(f"{DIRECTORY}.rank_*.jsonl")):
             lines, used = self._appended(path, limit - done)
@@ -102,11 +107,12 @@ class Means:
         return done
 
     def _appended(self, path: Path, limit: int) -> tuple[bytes, int]:
-        """Whole lines, and how much of `limit` they use. A file that has become shorter has begun anew."""
+        """The whole lines that were appended, and how much of `limit` they use. A shorter file has
+        begun anew."""
         with path.open("rb") as file:
             stat = os.fstat(file.fileno())
-            inode, known = self._read.get(path.name, (0, 0))
-            begin = known if inode == stat.st_ino and known <= stat.st_size else 0
+            inode, read_bytes = self._read.get(path.name, (0, 0))
+            begin = read_bytes if inode == stat.st_ino and read_bytes <= stat.st_size else 0
             file.seek(begin)
             content = file.read(max(0, limit))
         lines = content[: content.rfind(b"\n") + 1]
@@ -115,13 +121,14 @@ class Means:
 
     def _add(self, rank: str, line: dict[str, float]) -> int:
         step = int(line["step"])
-        ranks = self._ranks.pop(step, {})  # of a step whose lines are forgotten: the ranks that annotate it again
+        ranks = self._ranks.pop(step, {})  # a step whose lines were forgotten has only the ranks that annotate it again
         self._lines += rank not in ranks
         self._ranks[step] = ranks | {rank: line}
         return step
 
     def _forget(self) -> None:
-        """Means stay, lines of ranks go; then the means of the first steps too."""
+        """Forget the oldest lines of ranks, but keep their means; then forget the means of the
+        first steps too."""
         while self._lines > self._lines_most:
             self._lines -= len(self._ranks.pop(next(iter(self._ranks))))
         for step in heapq.nsmallest(len(self.by_step) - self._lines_most, self.by_step):
@@ -151,7 +158,7 @@ def _mean(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def read_annotations(run_dir: Path, step: int, data_rank: int) -> dict[str, Array]:
-    """The arrays of a rank, or none: they were not written, or are older than STEPS_KEPT steps."""
+    """The arrays of a rank; none if they were not written, or are older than STEPS_KEPT steps."""
     path = run_dir / FOLDER / DIRECTORY / f"step_{step:06d}.rank_{data_rank:02d}.safetensors"
     try:
         return tensors.parse(np.fromfile(path, np.uint8)).arrays

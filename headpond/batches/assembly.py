@@ -1,6 +1,7 @@
 """A plan's samples and micro-batches as arrays, read from the rollouts' `columns` files.
 
-Every format is written from an Assembly. Memory holds OPEN_ROLLOUTS open rollouts and one micro-batch.
+Every format is written from an Assembly. Memory holds OPEN_ROLLOUTS open rollouts and one
+micro-batch.
 """
 
 import json
@@ -65,7 +66,7 @@ class Assembly:
         self._group_index = {group: index for index, group in enumerate(plan.groups)}
         self._env_index = {env: index for index, env in enumerate(plan.envs)}
         self._normalise = Normalise.parse(plan.normalise)
-        self._field_padding = {TOKEN_FIELD + each.name: each.filling for each in plan.fields if each.per == "token"}
+        self._field_padding = {TOKEN_FIELD + field.name: field.filling for field in plan.fields if field.per == "token"}
         self._columns = lru_cache(maxsize=OPEN_ROLLOUTS)(self._open)
         self._credit = lru_cache(maxsize=OPEN_ROLLOUTS)(self._read_credit)
         self._agents: dict[str, int] = {}
@@ -74,34 +75,34 @@ class Assembly:
     def sample(self, number: int) -> Sample:
         """The sample at index `number` of `plan.lengths`."""
         index = int(self._rollout_of[number])
-        rollout, inside = self.plan.rollouts[index], number - int(self._first_sample[index])
+        rollout, sample_index = self.plan.rollouts[index], number - int(self._first_sample[index])
         columns, counts = self._columns(index)
-        loss_tokens, rollout_loss_tokens = int(counts[inside]), int(counts.sum())
-        start, length = columns.sample(inside).start, int(self.packing.lengths[number])
+        loss_tokens, rollout_loss_tokens = int(counts[sample_index]), int(counts.sum())
+        start, length = columns.sample(sample_index).start, int(self.packing.lengths[number])
         span = slice(start, start + length)
         loss_mask = columns.loss_mask[span] * np.uint8(self._trains(index, number))
         weight = self._normalise.weight(loss_tokens=loss_tokens, rollout_loss_tokens=rollout_loss_tokens)
-        from_turns, versions = _turn_columns(columns, inside, length, self._credit(index))
+        from_turns, versions = _turn_columns(columns, sample_index, length, self._credit(index))
         tokens = {
             "input_ids": columns.input_ids[span],
             "loss_mask": loss_mask,
             "loss_weights": loss_mask * np.float32(weight),
             "logprobs": columns.logprobs[span],
-            **{TOKEN_FIELD + each.name: values[span] for each, values in self._fields(columns, "token")},
+            **{TOKEN_FIELD + field.name: values[span] for field, values in self._fields(columns, "token")},
         }
         row = {
             "rollout_index": index,
             "group_index": self._group_index[rollout.group],
             "env_index": self._env_index[rollout.env],
-            "sample_in_rollout": inside,
+            "sample_in_rollout": sample_index,
             "rollout_offset": start,
             "loss_tokens": loss_tokens,
             "rollout_loss_tokens": rollout_loss_tokens,
-            "truncated": int(columns.truncated[inside] or length < rollout.sample_lengths[inside]),
+            "truncated": int(columns.truncated[sample_index] or length < rollout.sample_lengths[sample_index]),
             "reward": rollout.reward,
-            "parent": columns.parent_of(inside),
-            "agent": self._agent(columns.agent_of(inside)),
-            **{TOKEN_FIELD + each.name: values[inside] for each, values in self._fields(columns, "sample")},
+            "parent": columns.parent_of(sample_index),
+            "agent": self._agent(columns.agent_of(sample_index)),
+            **{TOKEN_FIELD + field.name: values[sample_index] for field, values in self._fields(columns, "sample")},
         }
         return Sample(rollout=rollout, tokens=tokens | from_turns, row=row | versions)
 
@@ -119,10 +120,12 @@ class Assembly:
             self._agents[name] = len(self._agents)
         return self._agents[name]
 
-    def micro_batch(self, numbers: Sequence[int], *, pad_id: int, least: int = 1) -> AssembledMicroBatch:
-        """`least` is the smallest number of tokens, padding included."""
+    def micro_batch(self, numbers: Sequence[int], *, pad_id: int, min_tokens: int = 1) -> AssembledMicroBatch:
+        """Assemble one micro-batch of at least `min_tokens` tokens, padding included."""
         samples = [self.sample(number) for number in numbers]
-        cu_seqlens = segments([sample.length for sample in samples], self.plan.rules.pad_to_multiple_of, least=least)
+        cu_seqlens = segments(
+            [sample.length for sample in samples], self.plan.rules.pad_to_multiple_of, min_tokens=min_tokens
+        )
         padding = {**PADDING, "input_ids": pad_id, **self._field_padding}
         tokens = {
             name: np.full(cu_seqlens[-1], padding.get(name, 0), dtype)
@@ -139,30 +142,32 @@ class Assembly:
         return not (masked or self.plan.rollouts[rollout].masked)
 
     def _fields(self, columns: Columns, per: Per) -> Iterator[tuple[TrainerField, Array]]:
-        """The declared fields and their values in a rollout: the default if it has none. Fields that were declared when
-        it was played and are not any more are left out."""
-        given, length = (
+        """The declared fields with their values in a rollout, or the default if it has none.
+
+        Fields that were declared when it was played, but are not any more, are left out.
+        """
+        recorded, length = (
             (columns.token_fields, columns.input_ids.size)
             if per == "token"
             else (columns.sample_fields, columns.truncated.size)
         )
-        for each in self.plan.fields:
-            if each.per != per:
+        for field in self.plan.fields:
+            if field.per != per:
                 continue
-            values = given.get(each.name)
+            values = recorded.get(field.name)
             if values is None:
-                if each.default is None and not columns.error:
+                if field.default is None and not columns.error:
                     raise StageError(
-                        f"rollout {columns.rollout} has no field {each.name!r}, which is required: set "
-                        f"{each.setting}.default for rollouts that were played before it was declared"
+                        f"rollout {columns.rollout} has no field {field.name!r}, which is required: set "
+                        f"{field.setting}.default for rollouts that were played before it was declared"
                     )
-                values = np.broadcast_to(each.numpy_dtype.type(each.filling), (length,))
-            elif values.dtype != each.numpy_dtype:
+                values = np.broadcast_to(field.numpy_dtype.type(field.filling), (length,))
+            elif values.dtype != field.numpy_dtype:
                 raise StageError(
-                    f"rollout {columns.rollout} has {values.dtype} in field {each.name!r}, declared as {each.dtype}: "
-                    f"set {each.setting}.dtype to what it was when the rollout was played"
+                    f"rollout {columns.rollout} has {values.dtype} in field {field.name!r}, declared as {field.dtype}: "
+                    f"set {field.setting}.dtype to what it was when the rollout was played"
                 )
-            yield each, values
+            yield field, values
 
     @cached_property
     def _step_credit(self) -> dict[str, Values]:
@@ -195,18 +200,23 @@ class Assembly:
                 f"{rollout.columns.key} has {columns.logprobs_mode} logprobs, the plan has {plan.logprobs_mode}"
             )
         loss_tokens = np.zeros(len(lengths), np.int64)
-        for inside, start in enumerate(columns.sample_offsets[:-1].tolist()):
-            number = int(self._first_sample[index]) + inside
+        for sample_index, start in enumerate(columns.sample_offsets[:-1].tolist()):
+            number = int(self._first_sample[index]) + sample_index
             if self._trains(index, number):
-                loss_tokens[inside] = np.count_nonzero(columns.loss_mask[start : start + self.packing.lengths[number]])
+                loss_tokens[sample_index] = np.count_nonzero(
+                    columns.loss_mask[start : start + self.packing.lengths[number]]
+                )
         return columns, loss_tokens
 
 
 def _turn_columns(
     columns: Columns, sample: int, length: int, advantages: Values
 ) -> tuple[dict[str, Array], dict[str, int | float]]:
-    """Advantage, temperature and version of each of a sample's first `length` tokens; the sample's first and last
-    version. A token whose version is a range has the lower one. `advantages` has one entry per turn of the rollout."""
+    """The columns of a sample's first `length` tokens, and the sample's first and last version.
+
+    A token whose version is a range has the lower one. `advantages` has one entry per turn of the
+    rollout.
+    """
     turns, span = columns.turns, columns.sample(sample)
     indices = np.flatnonzero(turns.sample == sample)
     # A turn is two runs of tokens: context, which was not sampled, then its completion.
@@ -218,7 +228,7 @@ def _turn_columns(
     exact = np.stack([np.zeros(indices.size, np.uint8), turns.version_exact[indices]], axis=1).ravel()
     by_token = np.repeat(versions, runs)
     for turn, start, version in zip(columns.span_turn, columns.span_start, columns.span_version, strict=True):
-        if turns.sample[turn] == sample:  # in order: a later version of the turn overwrites the rest of it
+        if turns.sample[turn] == sample:  # in order: a later version overwrites the rest of the turn
             by_token[start - span.start : turns.end[turn] - span.start] = version
     tokens = {
         "advantages": np.repeat(np.repeat(advantages[indices].astype(np.float32), 2), runs)[:length],
@@ -232,7 +242,7 @@ def _turn_columns(
 
 
 def _sampling(columns: Columns, turns: Array) -> Array:
-    """How the tokens of each turn were drawn: two entries a turn, for its context and for its completion."""
+    """The way of drawing each turn's tokens: one entry for its context, one for its completion."""
     words = [json.loads(text or "{}") for text in columns.turns.words["sampling"]]
     kinds: list[int] = []
     for turn in turns.tolist():

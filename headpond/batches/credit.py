@@ -1,7 +1,7 @@
-"""Credit: advantages by turn. A small JSON file beside a rollout's columns, written by the group phase of an estimator
-that answers per turn; one file for a step, written by its batch phase, replaces those of its rollouts.
+"""Credit: advantages by turn, in small JSON files. The orchestrator has only their keys.
 
-The orchestrator knows their keys only.
+The group phase of an estimator that answers per turn writes one file beside each rollout's columns.
+Its batch phase writes one file for a step, which replaces those of its rollouts.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ Values = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Credit:
-    """The turns of one rollout, one entry each."""
+    """The turns of one rollout. Every tuple has one entry per turn."""
 
     values: tuple[float, ...]
     """results of the group phase"""
@@ -31,11 +31,12 @@ class Credit:
 class StepCredit:
     rollouts: tuple[str, ...]
     values: tuple[tuple[float, ...], ...]
-    """advantages of the turns of each"""
+    """advantages of each rollout's turns"""
 
 
 def credit_key(columns_key: str, execution: str) -> str:
-    """Beside the rollout's columns; no execution overwrites the file of another."""
+    """The key of a credit file, beside the rollout's columns. No execution overwrites the file of
+    another."""
     return f"{columns_key.rpartition('/')[0]}/credit.{execution}.json"
 
 

@@ -1,4 +1,7 @@
-"""Frozen dataclasses to JSON and back, strictly, with the standard library only: a trainer has no pydantic."""
+"""Strict conversion of frozen dataclasses to JSON and back.
+
+It uses the standard library only: a trainer has no pydantic.
+"""
 
 import dataclasses
 import json

@@ -1,8 +1,9 @@
-"""The format of a sealed step, shared by writer and reader: the columns of the ranks' files (names, dtypes, padding
-values), and the manifest: the step's plan, the ranks' files, and totals over all ranks.
+"""The format of a sealed step, shared by writer and reader: the columns of the ranks' files, and
+the manifest.
 
-A manifest is written once, by the orchestrator alone, and never replaced. A step is sealed when its manifest exists;
-files that no manifest names belong to no batch.
+Columns have names, dtypes and padding values. The manifest has the step's plan, the ranks' files,
+and totals over all ranks. The orchestrator alone writes it, once, and never replaces it. A step is
+sealed when its manifest exists; files that no manifest names belong to no batch.
 """
 
 import re
@@ -22,8 +23,8 @@ from headpond.store import BlobRef, Store
 Array = NDArray[Any]
 
 RANK_FORMAT = "headpond.rank.1"
-# Prefixes in the file: per-sample columns, and the trainer's fields per token and per sample. Readers learn the names
-# and dtypes of the fields from the file alone.
+# Prefixes in the file: per-sample columns, and the trainer's fields per token and per sample.
+# Readers take the names and dtypes of the fields from the file alone.
 SAMPLE, TOKEN_FIELD, SAMPLE_FIELD = "sample.", "extra.", "sample.extra."
 
 TOKEN_COLUMNS = {
@@ -39,12 +40,13 @@ TOKEN_COLUMNS = {
     "sampling": np.dtype("u1"),
 }
 WHOLE, RECORDED, UNRECORDED = 0, 1, 2
-"""`sampling` of a token: drawn from the whole distribution (or context), from the tokens that the batch has for it, or
-from a changed distribution that nothing recorded."""
+"""`sampling` of a token. WHOLE: drawn from the whole distribution, or context. RECORDED: drawn from
+the tokens that the batch has for it. UNRECORDED: drawn from a changed distribution that nothing
+recorded."""
 TRUNCATIONS = frozenset({"top_p", "top_k", "min_p"})
-"""Sampling parameters that leave out tokens; a sampling mask says which are left."""
+"""Sampling parameters that leave out tokens; a sampling mask lists those that are left."""
 ADDED_COLUMNS = {"version_exact": 0, "sampling": 0, "parent": -1, "agent": -1}
-"""Columns that files of earlier releases do not have, and their values there."""
+"""Columns that files of earlier releases lack, and the values that readers use instead."""
 PADDING = {"temperatures": 1, "versions": -1}  # other columns are padded with 0, input_ids with the plan's pad_id
 
 SAMPLE_COLUMNS = {
@@ -65,12 +67,12 @@ SAMPLE_COLUMNS = {
 AGENTS = "agents"
 """Names of the agents of a rank's samples: a JSON list, padded with spaces to AGENTS_BYTES."""
 AGENTS_BYTES = 4096
-"""About 128 names. Agents beyond have no name in the batch (-1)."""
+"""Room for about 128 names. Agents beyond have no name in the batch (-1)."""
 AGENT_CHARACTERS = 24
 """Names of agents are cut to this length."""
 
 OWN_COLUMNS = frozenset({*TOKEN_COLUMNS, "cu_seqlens", "max_seqlen"})
-"""What `MicroBatch.torch` returns under these names."""
+"""Names that `MicroBatch.torch` uses for its own tensors."""
 
 # Micro-batch m has the tokens, samples and entries of cu_seqlens from offset [m] to [m + 1].
 OFFSETS = ("token_offsets", "sample_offsets", "segment_offsets")
@@ -84,11 +86,17 @@ def rank_metadata(step: int, data_rank: int) -> dict[str, str]:
 
 
 def token_columns(fields: Iterable[TrainerField]) -> dict[str, np.dtype[Any]]:
-    return {**TOKEN_COLUMNS, **{TOKEN_FIELD + each.name: each.numpy_dtype for each in fields if each.per == "token"}}
+    return {
+        **TOKEN_COLUMNS,
+        **{TOKEN_FIELD + field.name: field.numpy_dtype for field in fields if field.per == "token"},
+    }
 
 
 def sample_columns(fields: Iterable[TrainerField]) -> dict[str, np.dtype[Any]]:
-    return {**SAMPLE_COLUMNS, **{TOKEN_FIELD + each.name: each.numpy_dtype for each in fields if each.per == "sample"}}
+    return {
+        **SAMPLE_COLUMNS,
+        **{TOKEN_FIELD + field.name: field.numpy_dtype for field in fields if field.per == "sample"},
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,16 +110,16 @@ class EncodedRank:
     rollouts_jsonl: BlobRef | None = None
     micro_batches: int
     tokens: int
-    """without padding"""
+    """tokens of the rank's samples, padding left out"""
     samples: int
     loss_tokens: int
     logprob_sum: float | None = None
-    """over the tokens in the loss; only in the native format"""
+    """sum over the tokens in the loss; only in the native format"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """Over all ranks, so that a trainer normalises the loss without a collective operation."""
+    """Sums over all ranks: with them a trainer normalises the loss without a collective operation."""
 
     loss_tokens: int
     samples: int
@@ -153,7 +161,7 @@ def seal_manifest(
 
 
 def read_manifest(store: Store, step: int) -> Manifest | None:
-    """None if the step is not sealed."""
+    """The manifest of a step; None if it is not sealed."""
     key = manifest_key(step)
     try:
         manifest = json_records.loads(Manifest, store.read(key))
@@ -168,21 +176,22 @@ def read_manifest(store: Store, step: int) -> Manifest | None:
 
 def manifest_steps(store: Store) -> list[int]:
     """Every sealed step, in order."""
-    return sorted(int(found[1]) for key in store.keys(BATCHES) if (found := MANIFEST.fullmatch(key)))
+    return sorted(int(match[1]) for key in store.keys(BATCHES) if (match := MANIFEST.fullmatch(key)))
 
 
 def read_manifests(store: Store) -> dict[int, Manifest]:
-    """Every sealed step -> its manifest, in order. A long run's do not fit in memory: see `manifest_steps`."""
+    """Every sealed step -> its manifest, in order. A long run's manifests do not fit in memory: see
+    `manifest_steps`."""
     return {step: manifest for step in manifest_steps(store) if (manifest := read_manifest(store, step))}
 
 
 def _manifest(plan: BatchPlan, ranks: list[EncodedRank], estimator_state: str | None) -> Manifest:
-    given, data_ranks = [rank.data_rank for rank in ranks], plan.rules.data_ranks
-    if given != list(range(data_ranks)):
-        raise StageError(f"step {plan.step} needs files of ranks 0 to {data_ranks - 1}, not of {given}")
-    others = [rank.file.key for rank in ranks if rank.plan != plan.digest]
-    if others:
-        raise OtherPlan(f"it was encoded with other settings: {', '.join(others)}")
+    present, data_ranks = [rank.data_rank for rank in ranks], plan.rules.data_ranks
+    if present != list(range(data_ranks)):
+        raise StageError(f"step {plan.step} needs files of ranks 0 to {data_ranks - 1}, not of {present}")
+    from_other_plans = [rank.file.key for rank in ranks if rank.plan != plan.digest]
+    if from_other_plans:
+        raise OtherPlan(f"it was encoded with other settings: {', '.join(from_other_plans)}")
     loss_tokens, samples = sum(rank.loss_tokens for rank in ranks), sum(rank.samples for rank in ranks)
     rollouts = len(plan.rollouts)
     totals = Totals(

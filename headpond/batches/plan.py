@@ -1,9 +1,9 @@
-"""The plan of a step: its rollouts, their files, the rules by which they are packed; and the packing: which sample goes
-to which rank and micro-batch.
+"""The plan of a step: its rollouts, their files and packing rules; and the packing of samples into
+ranks and micro-batches.
 
-Plans are composed by the orchestrator from replies, without reading a token; every encoding job of a step reads the
-same one. Plans of the same rollouts are equal, in any order of arrival, and so is their packing: a pure function of the
-lengths, in which ties go to the lower index.
+The orchestrator composes plans from replies, without reading a token. Every encoding job of a step
+reads the same plan. Plans of the same rollouts are equal, in any order of arrival. So is their
+packing: a pure function of the lengths, in which ties go to the lower index.
 """
 
 import heapq
@@ -28,7 +28,8 @@ Oversize = Literal["cut", "mask", "drop", "fail"]
 Ints = NDArray[np.int64]
 BATCHES = "batches"  # folder of the store that holds a directory for each step
 PRIME_RL_FIELDS = ("ref_logprobs", "rl_weights", "ce_weights", "ref_kl_weights")
-"""The fields that prime-rl's formats have a place for, each per token and f32. The native format holds any."""
+"""The fields that prime-rl's formats have a place for, each per token and f32. The native format
+holds any field."""
 FIRST_STEP = 0  # the batch of step s is trained into policy version s + 1
 
 
@@ -60,7 +61,8 @@ class PackingRules:
 
 @dataclass(frozen=True, kw_only=True)
 class Normalise:
-    """What the loss is averaged over: `token`, `sample`, `rollout`, or `constant:L` (each rollout's sum over L)."""
+    """The unit over which the loss is averaged: `token`, `sample`, `rollout`, or `constant:L` (each
+    rollout's sum over L)."""
 
     unit: Literal["token", "sample", "rollout", "constant"]
     constant: float = 1.0
@@ -75,7 +77,7 @@ class Normalise:
         return cls(unit=unit)
 
     def weight(self, *, loss_tokens: int, rollout_loss_tokens: int) -> float:
-        """Weight of a loss token, by the number of loss tokens in its sample and in its rollout."""
+        """The weight of a loss token, given the loss tokens of its sample and of its rollout."""
         match self.unit:
             case "token":
                 return 1.0
@@ -109,7 +111,7 @@ class BatchRollout:
     masked: bool = False
     """delivered with loss mask 0; still counts in its group and in the denominator"""
     inexact_tokens: int = 0
-    """completion tokens whose version is a range, or was not said by the engine"""
+    """completion tokens whose version is a range, or was not reported by the engine"""
     credit: str | None = None
     """key of the file with the advantages of its turns; None if they all have `advantage`"""
 
@@ -133,9 +135,10 @@ class BatchPlan:
     format: Format = "native"
     pad_id: int = 0
     fields: tuple[TrainerField, ...] = ()
-    """for the trainer, in order of their names"""
+    """the trainer's fields, in order of their names"""
     credit: str | None = None
-    """key of the file with the advantages of all rollouts' turns, instead of those that the rollouts name"""
+    """key of the file with the advantages of all rollouts' turns; it replaces those that the
+    rollouts name"""
 
     def __post_init__(self) -> None:
         Normalise.parse(self.normalise)
@@ -169,16 +172,17 @@ class BatchPlan:
 
 
 def lost_by_format(batch_format: Format, normalise: str, fields: Iterable[TrainerField]) -> str | None:
-    """What the format cannot hold, and what to change; None if it holds everything."""
+    """The first setting that the format cannot hold, and its remedy; None if it holds everything."""
     if batch_format == "native":
         return None
     if normalise != "token":
-        # Its rl_weights scale the loss of a token, but it always divides by the number of tokens.
+        # prime-rl's rl_weights scale the loss of a token, but it always divides by the number of
+        # tokens.
         return f'"{batch_format}" averages over tokens: set batch.normalise = "token", or use format = "native"'
-    for each in fields:
-        if each.name not in PRIME_RL_FIELDS or (each.per, each.dtype) != ("token", "f32"):
+    for field in fields:
+        if field.name not in PRIME_RL_FIELDS or (field.per, field.dtype) != ("token", "f32"):
             return (
-                f'"{batch_format}" cannot hold {each.setting} ({each.dtype} per {each.per}): it has '
+                f'"{batch_format}" cannot hold {field.setting} ({field.dtype} per {field.per}): it has '
                 f'{", ".join(PRIME_RL_FIELDS)}, f32 per token; remove the field, or use format = "native"'
             )
     return None
@@ -208,12 +212,12 @@ def pack(lengths: Ints, rules: PackingRules) -> Packing:
             f"{int(oversized.sum())} samples are longer than seq_len ({rules.seq_len}), the longest has "
             f'{int(lengths.max())} tokens: raise seq_len, or set oversize to "cut", "mask" or "drop"'
         )
-    kept = np.where(oversized, 0 if rules.oversize == "drop" else rules.seq_len, lengths)
-    ranks = [_micro_batches(samples, kept, rules) for samples in _balance(kept, rules)]
+    delivered = np.where(oversized, 0 if rules.oversize == "drop" else rules.seq_len, lengths)
+    ranks = [_micro_batches(samples, delivered, rules) for samples in _balance(delivered, rules)]
     count = max(map(len, ranks))
     for micro_batches in ranks:
         micro_batches.extend([] for _ in range(count - len(micro_batches)))
-    return Packing(ranks=ranks, lengths=kept, oversized=oversized)
+    return Packing(ranks=ranks, lengths=delivered, oversized=oversized)
 
 
 def _costs(lengths: Ints, rules: PackingRules) -> NDArray[np.float64]:
@@ -247,11 +251,12 @@ def _micro_batches(samples: list[int], lengths: Ints, rules: PackingRules) -> li
     return sorted(micro_batches, key=lambda batch: -float(_costs(lengths[batch], rules).sum()))
 
 
-def segments(lengths: Sequence[int] | Ints, pad_to_multiple_of: int, *, least: int = 1) -> NDArray[np.int32]:
-    """`cu_seqlens` of one micro-batch: its samples, then padding as a segment of its own; at least `least` tokens."""
+def segments(lengths: Sequence[int] | Ints, pad_to_multiple_of: int, *, min_tokens: int = 1) -> NDArray[np.int32]:
+    """`cu_seqlens` of one micro-batch of at least `min_tokens` tokens: its samples, then padding as
+    a segment of its own."""
     ends = np.cumsum(np.asarray(lengths, np.int64))
     tokens = int(ends[-1]) if ends.size else 0
-    padded = -(-max(tokens, least) // pad_to_multiple_of) * pad_to_multiple_of
+    padded = -(-max(tokens, min_tokens) // pad_to_multiple_of) * pad_to_multiple_of
     return np.concatenate([[0], ends, [padded] if padded > tokens else []]).astype(np.int32)
 
 

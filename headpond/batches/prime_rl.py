@@ -1,8 +1,9 @@
-"""prime-rl's batch formats, byte for byte as its own encoder writes them. A trainer imports none of this.
+"""prime-rl's batch formats, byte for byte as its own encoder writes them. A trainer imports none of
+this.
 
-A file has the micro-batches of a rank, with their routed experts: of all samples and fillers or of none, with zeros
-where the engine sent no row. Memory holds one micro-batch, one of its columns as Python objects, and ROWS_PER_PIECE
-rows of experts.
+A file has the micro-batches of a rank. Either all samples and fillers have routed experts, with
+zeros where the engine sent no row, or none has. Memory holds one micro-batch, one of its columns as
+Python objects, and ROWS_PER_PIECE rows of experts.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,8 +21,8 @@ from headpond.store.experts import Experts
 from headpond.store.parts import Piece
 
 PAD_ID = 1
-LEAST_TOKENS = 2  # of a micro-batch: prime-rl's trainer squeezes a single one away
-ROWS_PER_PIECE = 4096  # of routed experts, read and written at once: 1.5 MB at 48 layers and top-8
+LEAST_TOKENS = 2  # in a micro-batch: prime-rl's trainer squeezes a single one away
+ROWS_PER_PIECE = 4096  # rows of routed experts read and written at once: 1.5 MB at 48 layers and top-8
 DTYPE_NAMES = {"uint8": "uint8", "uint16": "int16"}  # prime-rl has no uint16; no model has 32,768 experts
 BINARY_MARKERS = {1: 0xC4, 2: 0xC5, 4: 0xC6}  # MessagePack: bytes of a binary value's length -> its type
 
@@ -40,7 +41,8 @@ class ExpertRows:
 
 
 def write_rank(assembly: Assembly, data_rank: int, key: str) -> tuple[BlobRef, int]:
-    """Write a rank as micro-batches; returns the file and the number of its tokens that are in the loss."""
+    """Write a rank as micro-batches. Returns the file and the number of its tokens that are in the
+    loss."""
     loss_tokens, kind = 0, _expert_kind(assembly)
 
     def pieces() -> Iterator[Piece]:
@@ -48,7 +50,7 @@ def write_rank(assembly: Assembly, data_rank: int, key: str) -> tuple[BlobRef, i
         batches = assembly.packing.ranks[data_rank]
         yield array_header(len(batches))
         for batch in batches:
-            assembled = assembly.micro_batch(batch, pad_id=PAD_ID, least=LEAST_TOKENS)
+            assembled = assembly.micro_batch(batch, pad_id=PAD_ID, min_tokens=LEAST_TOKENS)
             for sample, start in zip(assembled.samples, assembled.cu_seqlens.tolist(), strict=False):
                 if kind and not sample.rollout.experts:
                     assembled.tokens["loss_mask"][start : start + sample.length] = 0
@@ -61,7 +63,8 @@ def write_rank(assembly: Assembly, data_rank: int, key: str) -> tuple[BlobRef, i
 def encode_micro_batch(
     tokens: Mapping[str, Array], *, lengths: Array, envs: Sequence[tuple[str, int]], experts: ExpertRows | None
 ) -> Iterator[Piece]:
-    """`lengths` of the sequences, padding counted into the last; `envs` as names with their numbers of tokens."""
+    """Encode one micro-batch. `lengths` are those of the sequences, padding counted into the last;
+    `envs` are names with their numbers of tokens."""
     yield array_header(16)
     yield encode(tokens["input_ids"].tolist())
     yield encode(tokens["loss_mask"].astype(bool).tolist())
@@ -80,7 +83,7 @@ def encode_micro_batch(
 
 
 def _field(tokens: Mapping[str, Array], name: str) -> bytes:
-    """None if `[batch.fields]` does not declare it."""
+    """A field's values; None if `[batch.fields]` does not declare it."""
     values = tokens.get(TOKEN_FIELD + name)
     return encode(None if values is None else values.tolist())
 
@@ -116,7 +119,7 @@ def _micro_batch_pieces(assembly: Assembly, batch: AssembledMicroBatch, kind: Ro
     padded = [*lengths[:-1], lengths[-1] + padding] if lengths else [padding]
     for name, values in batch.tokens.items():
         if name.startswith(TOKEN_FIELD):
-            values[size - padding :] = 0  # as prime-rl pads: its cross-entropy ignores the loss mask
+            values[size - padding :] = 0  # prime-rl pads with 0: its cross-entropy ignores the loss mask
     return encode_micro_batch(
         batch.tokens,
         lengths=np.array(padded),
@@ -126,8 +129,11 @@ def _micro_batch_pieces(assembly: Assembly, batch: AssembledMicroBatch, kind: Ro
 
 
 def _expert_kind(assembly: Assembly) -> RowKind | None:
-    """Of the step's routed experts, also of a rank that has none of them; None if no rollout has any. prime-rl replays
-    the routes of all tokens or of none, so a sample without any is written with zeros and leaves the loss."""
+    """The form of the step's routed experts, the same for every rank; None if no rollout has any.
+
+    prime-rl replays the routes of all tokens or of none. So a sample without any is written with
+    zeros and leaves the loss.
+    """
     for rollout in assembly.plan.rollouts:
         if rollout.experts:
             rows = Experts(assembly.store, rollout.experts).rows

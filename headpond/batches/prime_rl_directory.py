@@ -47,7 +47,8 @@ def publish_prime_rl(store: Store, manifest: Manifest, output_dir: Path) -> None
 
 
 def unpublish_prime_rl(batch_format: Format, output_dir: Path, step: int) -> None:
-    """Remove the files of a step that the trainer will not read again: they are links to those of the store."""
+    """Remove the files of a step that the trainer will not read again. They are links to those of
+    the store."""
     directory = step_path(batch_format, output_dir, step)
     for path in (path for pattern in PUBLISHED for path in directory.glob(pattern)):
         path.unlink(missing_ok=True)
@@ -56,12 +57,12 @@ def unpublish_prime_rl(batch_format: Format, output_dir: Path, step: int) -> Non
 
 
 def step_path(batch_format: Format, output_dir: Path, step: int) -> Path:
-    """Of a step of ours, by prime-rl's number."""
+    """The directory of one of our steps, under prime-rl's number."""
     return output_dir / LAYOUTS[batch_format].folder / f"step_{step - FIRST_STEP + PRIME_RL_FIRST_STEP}"
 
 
 def accept_broadcasts(output_dir: Path) -> None:
-    """Accept the versions that the trainer offers, because it waits for that."""
+    """Accept the versions that the trainer offers: it waits for that."""
     for _, path in _steps(output_dir / "broadcasts"):
         if (path / SENDER_READY).exists() and not (path / RECEIVER_READY).exists():
             with contextlib.suppress(FileNotFoundError):  # the trainer begins it again
@@ -69,10 +70,12 @@ def accept_broadcasts(output_dir: Path) -> None:
 
 
 def read_broadcasts(output_dir: Path) -> TrainerState | None:
-    """The trainer's progress by its own files: a broadcast of version N is complete when N steps are trained. None
-    before the first."""
+    """The trainer's progress, read from its own files; None before the first broadcast.
+
+    A broadcast of version N is complete when N steps are trained.
+    """
     broadcasts = _steps(output_dir / "broadcasts")
-    finished = [each for each in broadcasts if any((each[1] / marker).exists() for marker in FINISHED)]
+    finished = [broadcast for broadcast in broadcasts if any((broadcast[1] / marker).exists() for marker in FINISHED)]
     if not finished:
         return None
     newest, weights = max(finished)

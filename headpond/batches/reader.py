@@ -56,7 +56,7 @@ from headpond.store.columns import Columns, read_columns
 from headpond.store.experts import Experts, Layers, Missing
 from headpond.store.opening import read_run_store_url, run_store_url
 
-DEFAULT_STORE = "store"  # of a run that has no such setting: a directory of its run directory
+DEFAULT_STORE = "store"  # used by a run that has no such setting: a directory of its run directory
 # Seconds between two polls for the next step: the first, doubled up to the longest.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 1.0
 SIGNED = {1: np.dtype("i2"), 2: np.dtype("i4")}  # bytes of an expert id -> the dtype that also holds -1
@@ -86,15 +86,15 @@ class BatchReader:
             raise ConfigError(f"resume_step {resumed} is not a step: the first one is {FIRST_STEP}")
         self._run_dir = Path(run_dir)
         self._store_url = store
-        self._open_store()  # a store that cannot be opened is refused here, not after the first wait
+        self._open_store()  # refuses a store that cannot be opened, before the first wait
         self._timeout_s = timeout_s
         remove_leftovers(self._run_dir, data_rank)
-        before = read_progress(self._run_dir, data_rank)
+        previous = read_progress(self._run_dir, data_rank)
         self._delivered = resumed
         self._progress = RankProgress(
             data_rank=data_rank,
             data_ranks=data_ranks,
-            epoch=before.epoch + 1 if before else 1,
+            epoch=previous.epoch + 1 if previous else 1,
             resume_step=resumed,
             acked=resumed,
         )
@@ -127,14 +127,14 @@ class BatchReader:
 
     @property
     def start_version(self) -> int:
-        """The version that the engine had when the run began: 0, unless it had weights that are called by a number.
-        Read it when the first step is there. The weights of step n are version `start_version + n + 1`."""
+        """The engine's version when the run began: 0, unless its weights were called by a number. Read it when the
+        first step is there. The weights of step n are version `start_version + n + 1`."""
         start = read_start(self._run_dir)
         return start.version if start else 0
 
     def publish_policy(self, version: int, weights: str | PathLike[str] | None = None) -> None:
-        """Report that the engines have, or can load, policy `version`. Called by one rank. A relative directory is one
-        of the trainer's: the engine, which loads it, has a working directory of its own."""
+        """Report that the engines have, or can load, policy `version`. One rank calls it. A relative directory is
+        one of the trainer's. It is made absolute: the engine that loads it has a working directory of its own."""
         policy = PublishedPolicy(version=version, weights=str(Path(weights).absolute()) if weights else None)
         write_policy(self._run_dir, policy, data_rank=self._progress.data_rank)
 
@@ -145,19 +145,20 @@ class BatchReader:
         write_checkpoint(self._run_dir, Checkpoint(step=step), data_rank=self._progress.data_rank)
 
     def annotate(self, batch: "Batch", **columns: Sequence[Any]) -> None:
-        """Add what the trainer computed for this rank's tokens, to be looked at: `logprobs=[one array per micro-batch]`
-        gives the mismatch with the sampler. Any other names, too; values of the newest steps are kept."""
+        """Add the trainer's values for this rank's tokens, for inspection. Values of the newest steps are kept.
+        `logprobs=[one array per micro-batch]` gives the mismatch with the sampler. Any other names are allowed."""
         if len(columns) > NAMES_MOST:
             raise BatchError(f"annotate: at most {NAMES_MOST} names, not {len(columns)}")
         arrays = {
             name: np.concatenate([np.asarray(part, np.float32).reshape(-1) for part in parts])
             for name, parts in columns.items()
         }
-        own = {name: batch.column(name) for name in ("logprobs", "loss_mask")}
-        write_annotations(self._run_dir, batch.step, self._progress.data_rank, arrays, **own)
+        batch_columns = {name: batch.column(name) for name in ("logprobs", "loss_mask")}
+        write_annotations(self._run_dir, batch.step, self._progress.data_rank, arrays, **batch_columns)
 
     def _open_store(self) -> Store:
-        """Looked up until the run has begun, because a trainer may start before it."""
+        """Open the run's store. Its URL is looked up until the run has begun: a trainer may start
+        before it."""
         self._store_url = self._store_url or read_run_store_url(self._run_dir)
         return open_store(self._store_url or run_store_url(self._run_dir, DEFAULT_STORE))
 
@@ -175,17 +176,17 @@ class BatchReader:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         return manifest
 
-    def _stall_reason(self, step: int, before: RunStatus | None, now: RunStatus | None) -> str:
+    def _stall_reason(self, step: int, first_status: RunStatus | None, status: RunStatus | None) -> str:
         waited = f"no {self._open_store().location(manifest_key(step))} in {self._timeout_s:g} s"
-        if now is None:
+        if status is None:
             return f"{waited}, and no orchestrator has written to {self._run_dir}: is it the directory of a run?"
-        if now.last_step >= step:
+        if status.last_step >= step:
             waited += (
-                f", although step {now.last_step} is delivered: it was released (trainer.keep_manifests), or this host "
-                "does not see it yet"
+                f", although step {status.last_step} is delivered: it was released (trainer.keep_manifests), or this "
+                "host does not see it yet"
             )
-        unchanged = " (unchanged since the wait began: is the orchestrator running?)" if now == before else ""
-        return f"{waited}; the orchestrator reports: {now.why}{unchanged}"
+        unchanged = " (unchanged since the wait began: is the orchestrator running?)" if status == first_status else ""
+        return f"{waited}; the orchestrator reports: {status.why}{unchanged}"
 
 
 class Batch:
@@ -211,7 +212,7 @@ class Batch:
         return self._arrays["max_seqlen"].size
 
     def micro_batches(self) -> "Iterator[MicroBatch]":
-        """The same on every call. Every rank of the step has the same number."""
+        """The micro-batches, the same on every call. Every rank of the step has the same number."""
         return (self._micro_batch(number) for number in range(len(self)))
 
     def _micro_batch(self, number: int) -> "MicroBatch":
@@ -251,18 +252,19 @@ class MicroBatch:
 
     input_ids: Array
     position_ids: Array
-    """begin at 0 in every sample, and in the padding"""
+    """positions that begin at 0 in every sample, and in the padding"""
     loss_mask: Array
     loss_weights: Array
     """0 outside the loss; sum(loss_weights * loss) over all ranks / `batch.totals.denominator` is the mean loss"""
     logprobs: Array
-    """of each token at its own index, under the policy that sampled it; 0 on context"""
+    """the logprob of each token at its own index, under the policy that sampled it; 0 on context"""
     advantages: Array
     temperatures: Array
     versions: Array
     """policy version of the weights that sampled the token; -1 on context"""
     version_exact: Array
-    """0 where the version is the lower end of a range, or was not said by the engine; 0 on context"""
+    """0 where the version is the lower end of a range, or was not reported by the engine; 0 on
+    context"""
     sampling: Array
     """0 where the token was drawn from the whole distribution, and on context; 1 from the tokens of `sampling_support`
     (top-k, top-p, min-p); 2 from a changed distribution that was not recorded"""
@@ -275,7 +277,8 @@ class MicroBatch:
     files: "RolloutFiles"
 
     def sampling_support(self) -> "SamplingSupport":
-        """With `engine.sampling_masks`: the tokens that each token was drawn from, read from the rollouts' files."""
+        """The tokens that each token was drawn from, if `engine.sampling_masks` is set. Reads the
+        rollouts' files."""
         lengths, ids = np.zeros(self.input_ids.size, np.int64), list[Array]()
         for sample, (start, stop) in enumerate(pairwise(self.cu_seqlens[: len(self.samples) + 1].tolist())):
             if not (self.sampling[start:stop] == RECORDED).any():
@@ -296,8 +299,10 @@ class MicroBatch:
         rows = self.files.new_rows(self.input_ids.size, layers, missing)
         for sample, segment, experts in self._segments():
             if experts:
-                inside = int(self.samples.sample_in_rollout[sample])
-                experts.read(inside, 0, segment.stop - segment.start, rows[segment], layers=layers, missing=missing)
+                sample_index = int(self.samples.sample_in_rollout[sample])
+                experts.read(
+                    sample_index, 0, segment.stop - segment.start, rows[segment], layers=layers, missing=missing
+                )
             else:
                 rows[segment] = self.files.filling(missing)
         return rows
@@ -342,17 +347,17 @@ class SampleTable:
     """Arrays with one entry per sample of a micro-batch, in the order of its segments; padding has none."""
 
     rollout_index: Array
-    """in `batch.plan.rollouts`"""
+    """index in `batch.plan.rollouts`"""
     group_index: Array
-    """in `batch.plan.groups`"""
+    """index in `batch.plan.groups`"""
     env_index: Array
-    """in `batch.plan.envs`"""
+    """index in `batch.plan.envs`"""
     sample_in_rollout: Array
     rollout_offset: Array
     """position of its first token among all tokens of its rollout"""
     loss_tokens: Array
     rollout_loss_tokens: Array
-    """in all samples of its rollout, on all ranks"""
+    """loss tokens in all samples of its rollout, on all ranks"""
     truncated: Array
     version_first: Array
     version_last: Array
@@ -361,7 +366,7 @@ class SampleTable:
     """`sample_in_rollout` of the sample that it branches off or follows: a rolled back or compacted conversation, a
     sub-agent; -1 for none"""
     agent: Array
-    """in `batch.agents`; -1 where these are too many for the file"""
+    """index in `batch.agents`; -1 where these are too many for the file"""
 
     def __len__(self) -> int:
         return len(self.reward)
@@ -387,7 +392,8 @@ class RolloutFiles:
 
     @cached_property
     def kind(self) -> RowKind:
-        """The same on every rank, including ranks whose own samples have no experts."""
+        """The form of the step's experts, the same on every rank, even if its own samples have
+        none."""
         for rollout in self._rollouts:
             if rollout.experts:
                 with _missing_explained(self._step):
@@ -422,7 +428,8 @@ class RolloutFiles:
 
 @contextmanager
 def _missing_explained(step: int) -> Iterator[None]:
-    """A trainer that reads a step again after its release has nearly always opened its reader without `resume_step`."""
+    """Explain a missing blob: a trainer that reads a released step again nearly always lacks
+    `resume_step`."""
     try:
         yield
     except BlobMissing as error:

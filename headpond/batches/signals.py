@@ -3,7 +3,7 @@
 rank_00.json ...    by each data rank: its progress
 policy.json         by the trainer: the newest policy version and its weights
 checkpoint.json     by the trainer: the newest step that it will not read again
-run.json            by the orchestrator: what the run waits for, and whether it has ended
+run.json            by the orchestrator: why the run waits, and whether it has ended
 start.json          by the orchestrator: the version that the engine had when the run began, if it has a number
 """
 
@@ -47,7 +47,7 @@ class Checkpoint:
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
     why: str
-    """a sentence for the trainer: what the next batch waits for, or why the run ended"""
+    """a sentence for the trainer: why the next batch waits, or why the run ended"""
     ended: bool = False
     last_step: int = NOTHING
     """newest sealed step; the last one if the run has ended"""
@@ -74,7 +74,7 @@ class TrainerState:
 
 
 def write_status(run_dir: Path, status: RunStatus) -> None:
-    """Also called when a run is resumed, so that it no longer counts as ended."""
+    """Write the run's status. A resumed run writes it too, so that it no longer counts as ended."""
     _write(run_dir, "run.json", status)
 
 
@@ -97,7 +97,7 @@ def write_progress(run_dir: Path, progress: RankProgress) -> None:
 def remove_leftovers(run_dir: Path, data_rank: int) -> None:
     """Remove the incomplete signals of this rank's killed trainer. Other ranks may be writing theirs."""
     for name in (_rank_name(data_rank), POLICY, CHECKPOINT):
-        with contextlib.suppress(OSError):  # a file that stays does not keep a trainer from its batches
+        with contextlib.suppress(OSError):  # a trainer can read its batches although a file stays
             atomic.temporary_path(run_dir / FOLDER / name, _suffix(data_rank)).unlink(missing_ok=True)
 
 
@@ -121,9 +121,9 @@ def read_trainer(run_dir: Path) -> TrainerState:
     first = read_progress(run_dir, 0)
     if first is None:
         return state
-    others = (read_progress(run_dir, data_rank) for data_rank in range(1, first.data_ranks))
+    other_ranks = (read_progress(run_dir, data_rank) for data_rank in range(1, first.data_ranks))
     # Files of an earlier trainer with another number of ranks are ignored.
-    ranks = [first, *(rank for rank in others if rank and rank.data_ranks == first.data_ranks)]
+    ranks = [first, *(rank for rank in other_ranks if rank and rank.data_ranks == first.data_ranks)]
     opened = {rank.data_rank: rank.acked for rank in ranks}
     missing = tuple(rank for rank in range(first.data_ranks) if rank not in opened)
     acked = NOTHING if missing else min(opened.values())
@@ -138,7 +138,8 @@ def read_trainer(run_dir: Path) -> TrainerState:
 
 
 def last_signal_at(run_dir: Path) -> float | None:
-    """When the trainer last wrote one of its files, as seconds since 1970; None if it has written none."""
+    """Time at which the trainer last wrote one of its files, as seconds since 1970; None if it has
+    written none."""
     folder = run_dir / FOLDER
     times: list[float] = []
     for path in (*folder.glob("rank_*.json"), folder / POLICY, folder / CHECKPOINT):
@@ -152,7 +153,8 @@ def _rank_name(data_rank: int) -> str:
 
 
 def _suffix(data_rank: int) -> str:
-    """Of a rank's incomplete signals: the rank's next reader knows them, and no other rank writes them."""
+    """The suffix of a rank's incomplete signals. The rank's next reader finds them by it; no other
+    rank writes them."""
     return f"rank_{data_rank:02d}.tmp"
 
 

@@ -33,7 +33,8 @@ Layout = Mapping[str, tuple[np.dtype[Any], int]]
 def encode_rank(
     store: Store, plan: BatchPlan, *, data_rank: int, execution: str, rollouts_jsonl: bool = False
 ) -> EncodedRank:
-    """The names of its files contain `execution`, so no execution overwrites the files of another."""
+    """Encode one rank. The names of its files contain `execution`, so no execution overwrites the
+    files of another."""
     assembly = Assembly(store, plan)
     stem = f"{plan.directory}/rank_{data_rank:02d}.{execution}"
     numbers = [number for batch in assembly.packing.ranks[data_rank] for number in batch]
@@ -42,9 +43,9 @@ def encode_rank(
         file, loss_tokens, logprob_sum = write_rank(assembly, data_rank, f"{stem}.safetensors")
     else:
         file, loss_tokens = prime_rl.write_rank(assembly, data_rank, f"{stem}.bin")
-    wanted = rollouts_jsonl and data_rank == 0
-    jsonl = write_rollouts(store, plan, f"{plan.directory}/rollouts.{execution}.jsonl") if wanted else None
-    # By the process that wrote them: on a network file system no other process can.
+    writes_jsonl = rollouts_jsonl and data_rank == 0
+    jsonl = write_rollouts(store, plan, f"{plan.directory}/rollouts.{execution}.jsonl") if writes_jsonl else None
+    # The process that wrote them syncs them: on a network file system no other process can.
     store.sync([ref.key for ref in (file, jsonl) if ref])
     return EncodedRank(
         plan=plan.digest,
@@ -60,8 +61,8 @@ def encode_rank(
 
 
 def write_rank(assembly: Assembly, data_rank: int, key: str) -> tuple[BlobRef, int, float]:
-    """Write a rank in the native format; returns the file, and of its tokens in the loss their number and the sum of
-    their logprobs."""
+    """Write a rank in the native format. Returns the file, and the number and logprob sum of its
+    tokens in the loss."""
     plan, batches = assembly.plan, assembly.packing.ranks[data_rank]
     tables = _micro_batch_tables(assembly, batches)
     tokens, rows = int(tables["token_offsets"][-1]), int(tables["sample_offsets"][-1])
@@ -94,14 +95,14 @@ def _micro_batch_tables(assembly: Assembly, batches: list[list[int]]) -> dict[st
     lengths, multiple = assembly.packing.lengths, assembly.plan.rules.pad_to_multiple_of
     cu_seqlens = [segments(lengths[batch], multiple) for batch in batches]
     sizes = [
-        [int(each[-1]) for each in cu_seqlens],
+        [int(bounds[-1]) for bounds in cu_seqlens],
         [len(batch) for batch in batches],
-        [each.size for each in cu_seqlens],
+        [bounds.size for bounds in cu_seqlens],
     ]
     return {
         **{name: np.cumsum([0, *size], dtype=np.int64) for name, size in zip(OFFSETS, sizes, strict=True)},
         "cu_seqlens": np.concatenate([np.zeros(0, np.int32), *cu_seqlens]),
-        "max_seqlen": np.array([np.diff(each).max() for each in cu_seqlens], np.int32),
+        "max_seqlen": np.array([np.diff(bounds).max() for bounds in cu_seqlens], np.int32),
     }
 
 
@@ -136,7 +137,7 @@ class _ColumnFile(UnfinishedFile):
         return BlobRef(key=self._key, size=self._size, checksum=digest)
 
     def discard(self) -> None:
-        with contextlib.suppress(OSError):  # of bytes that are not wanted
+        with contextlib.suppress(OSError):  # the bytes are thrown away
             self._file.close()
         super().discard()
 

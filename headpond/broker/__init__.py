@@ -1,1 +1,1 @@
-"""What processes agree on in Redis: the queues of jobs, and the names of keys."""
+"""Names that processes share in Redis: the queues of jobs and the keys."""

@@ -1,4 +1,5 @@
-"""The queues of jobs, by their names in Redis, and the two kinds of workers: the queues and the command of each."""
+"""The queues of jobs by their names in Redis, and the two kinds of workers with their queues and
+commands."""
 
 from enum import StrEnum
 

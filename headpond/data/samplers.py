@@ -1,4 +1,4 @@
-"""What a sampler is, and the built-in ones that draw in advance."""
+"""The interface of a sampler, and the built-in samplers that draw in advance."""
 
 import base64
 import functools
@@ -20,29 +20,31 @@ from headpond.errors import ConfigError, StageError, described, error_boundary
 UNIFORM = "uniform"
 """Every example once in an epoch, without a sampler."""
 UNKNOWN, NONE, MIXED, ALL = range(4)
-ENTRIES_MOST = 1 << 18  # compressed and as text, the state is at most 90 kB
-LOOKED_AT_MOST = 16  # positions for each example to draw, so that a data set that is all solved does not stop a run
+ENTRIES_MOST = 1 << 18  # The compressed state is at most 90 kB of text.
+# Most positions examined for each example drawn. A data set that is all solved must not stop a run.
+LOOKED_AT_MOST = 16
 logger = logging.getLogger("headpond.data")
-STATE_LIMIT_BYTES = 1 << 17  # it travels in a reply, and the ledger keeps it
+STATE_LIMIT_BYTES = 1 << 17  # A reply carries the state, and the ledger stores it.
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlayedGroup:
     example: int
     rewards: tuple[float, ...]
-    """Of all its finished rollouts, dropped ones too."""
+    """Rewards of all finished rollouts, dropped ones too."""
     dropped: str | None = None
-    """Why nothing of it is trained on; None if it is."""
+    """Why nothing of the group is trained on, or None."""
 
 
 class Sampler(Protocol):
     def draw(self, count: int, played: Sequence[PlayedGroup], state: Any) -> tuple[Sequence[int], Any]:
-        """The next examples, at most `count`, and the next state. No examples: the data has ended."""
+        """Return at most `count` examples and the next state. No examples end the data."""
         ...
 
 
 class Weighted:
-    """Draws with replacement. `weights`: one for each example, in a list or a `.npy` or `.json` file."""
+    """Draws with replacement. `weights` has one number for each example: a list, or a `.npy` or
+    `.json` file."""
 
     def __init__(self, *, size: int, seed: int, weights: Sequence[float] | str) -> None:
         self._seed = seed % 2**64
@@ -55,11 +57,10 @@ class Weighted:
 
 
 class SolveRate:
-    """Shuffled epochs that pass over most examples whose last group was solved by all rollouts or by none.
-
-    Rewards of at least `solved` are a solution, those up to `unsolved` are not. `skip_solved` and `skip_unsolved` are
-    the shares that are passed over. The last result of up to 262,144 examples is kept; with more, some share an entry.
-    """
+    """Shuffled epochs that skip most examples whose last group was solved by all rollouts or by
+    none. Rewards of at least `solved` are a solution, those up to `unsolved` are not.
+    `skip_solved` and `skip_unsolved` are the shares to skip. The last result of up to 262,144
+    examples is stored; with more, some share an entry."""
 
     def __init__(
         self,
@@ -79,19 +80,19 @@ class SolveRate:
 
     def draw(self, count: int, played: Sequence[PlayedGroup], state: Any) -> tuple[list[int], dict[str, Any]]:
         entries, position = min(self._size, ENTRIES_MOST), state["position"] if state else 0
-        known = _unpacked(state["known"], entries) if state else np.zeros(entries, np.uint8)
+        results = _unpacked(state["known"], entries) if state else np.zeros(entries, np.uint8)
         for group in played:
             if group.rewards:
-                known[group.example % entries] = self._result(group.rewards)
+                results[group.example % entries] = self._result(group.rewards)
         drawn: list[int] = []
         looked_at = 0
         while len(drawn) < count:
             example = example_at(position, size=self._size, order="shuffled", seed=self._seed, name="solve_rate")
             chance = key(self._seed, "skip", position) / 2**64
-            if looked_at >= LOOKED_AT_MOST * count or chance >= self._skip[int(known[example % entries])]:
+            if looked_at >= LOOKED_AT_MOST * count or chance >= self._skip[int(results[example % entries])]:
                 drawn.append(example)
             position, looked_at = position + 1, looked_at + 1
-        return drawn, {"position": position, "known": base64.b64encode(zlib.compress(known.tobytes())).decode()}
+        return drawn, {"position": position, "known": base64.b64encode(zlib.compress(results.tobytes())).decode()}
 
     def _result(self, rewards: Sequence[float]) -> int:
         if min(rewards) >= self._solved:
@@ -129,19 +130,19 @@ def _read_weights(path: Path) -> NDArray[np.float64]:
 class Drawn(NamedTuple):
     examples: list[int]
     state: str
-    """JSON text. Only this module reads it."""
+    """The sampler's state as JSON text. Only this module reads it."""
 
 
 def load_class(name: str, *, setting: str) -> type[Any]:
     if not is_custom(name):
         return lookup(SAMPLERS, name, setting=setting)
-    found, what = import_attribute(name, setting=setting), f"{setting} = {name!r}"
-    if not isinstance(found, type):
-        raise ConfigError(f"{what} is a {type(found).__name__}: name a class")
-    if not callable(getattr(found, "draw", None)):
-        raise ConfigError(f"{what} has no method draw(self, count, played, state)")
-    checked_function(cast(Any, found).draw, "self", "count", "played", "state", what=f"{what}: `draw`")
-    return cast("type[Any]", found)
+    loaded, label = import_attribute(name, setting=setting), f"{setting} = {name!r}"
+    if not isinstance(loaded, type):
+        raise ConfigError(f"{label} is a {type(loaded).__name__}: name a class")
+    if not callable(getattr(loaded, "draw", None)):
+        raise ConfigError(f"{label} has no method draw(self, count, played, state)")
+    checked_function(cast(Any, loaded).draw, "self", "count", "played", "state", what=f"{label}: `draw`")
+    return cast("type[Any]", loaded)
 
 
 def draw(
@@ -155,42 +156,43 @@ def draw(
     played: Sequence[PlayedGroup],
     state: str | None,
 ) -> Drawn:
-    """`state` is that of the draw before. Raises StageError, with what to do."""
+    """Draw at most `count` examples. `state` comes from the draw before. Raise StageError with
+    the remedy."""
     setting = f"environments.{environment}.sampler"
     sampler = _made(name, json.dumps(dict(options), sort_keys=True), setting, size, seed)
-    what = f"the sampler {name} of environment {environment!r}"
-    with error_boundary(StageError, f"{what} failed"):
+    label = f"the sampler {name} of environment {environment!r}"
+    with error_boundary(StageError, f"{label} failed"):
         result = cast(object, sampler.draw(count, played, _state(state, name)))
         if not isinstance(result, tuple) or len(cast("tuple[object, ...]", result)) != 2:
-            raise StageError(f"{what} returned {described(result)}: it must return (examples, next state)")
-        examples, after = cast("tuple[Any, Any]", result)
+            raise StageError(f"{label} returned {described(result)}: it must return (examples, next state)")
+        examples, next_state = cast("tuple[Any, Any]", result)
         numbers = [int(example) for example in examples]
     if len(numbers) > count:
-        raise StageError(f"{what} returned {len(numbers)} examples: {count} were asked for")
+        raise StageError(f"{label} returned {len(numbers)} examples: {count} were asked for")
     if wrong := [number for number in numbers if not 0 <= number < size]:
-        raise StageError(f"{what} returned example {wrong[0]}: the environment has {size}, counted from 0")
-    return Drawn(numbers, _kept(after, name, what))
+        raise StageError(f"{label} returned example {wrong[0]}: the environment has {size}, counted from 0")
+    return Drawn(numbers, _kept(next_state, name, label))
 
 
 @functools.lru_cache(maxsize=32)
 def _made(name: str, options: str, setting: str, size: int, seed: int) -> Sampler:
-    """One per process: it may read a file."""
+    """Make a sampler once per process: it may read a file."""
     with error_boundary(StageError, f"{setting} = {name!r} cannot be made with its sampler_options"):
         return load_class(name, setting=setting)(size=size, seed=seed, **json.loads(options))
 
 
-def _state(kept: str | None, name: str) -> Any:
-    record: dict[str, Any] = json.loads(kept) if kept else {}
+def _state(text: str | None, name: str) -> Any:
+    record: dict[str, Any] = json.loads(text) if text else {}
     if record and record["sampler"] != name:
         logger.warning("action=state_reset sampler=%s the state was kept by %s", name, record["sampler"])
     return record["state"] if record.get("sampler") == name else None
 
 
-def _kept(state: object, name: str, what: str) -> str:
+def _kept(state: object, name: str, label: str) -> str:
     try:
         text = json.dumps({"sampler": name, "state": state}, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise StageError(f"{what} returned a state that is not JSON-serializable: {error}") from error
+        raise StageError(f"{label} returned a state that is not JSON-serializable: {error}") from error
     if len(text) > STATE_LIMIT_BYTES:
-        raise StageError(f"{what} returned a state of {len(text)} bytes: the limit is {STATE_LIMIT_BYTES}")
+        raise StageError(f"{label} returned a state of {len(text)} bytes: the limit is {STATE_LIMIT_BYTES}")
     return text

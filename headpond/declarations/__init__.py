@@ -1,1 +1,2 @@
-"""What a section of the configuration declares, and how the code that it names is found."""
+"""The facts that each section of the configuration declares, and the import of the code that it
+names."""

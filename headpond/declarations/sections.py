@@ -1,5 +1,5 @@
-"""Base class and common types of the configuration's sections, what each setting declares, and how tables of settings
-are recognised by type."""
+"""The base class and common types of the configuration's sections. Settings declare their
+readers here, and tables of settings are recognised by type."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -34,37 +34,41 @@ class Reader(StrEnum):
     UP = "up"
     """`headpond up`"""
     TRAINER = "trainer"
-    """The user's program: it must be started with the same value."""
+    """The user's program. It must be started with the same value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Declared:
-    """Which processes read a setting, and whether it may change. `Section.declared` holds for a whole section,
-    `Annotated` for one setting; None is what the section, or the one around it, declares."""
+    """The processes that read a setting, and whether it may change. `Section.declared` holds for
+    a whole section, `Annotated` for one setting. None leaves the declaration to the enclosing
+    section."""
 
     read_by: tuple[Reader, ...] = ()
-    """These processes use another value after they restart. Empty like None."""
+    """The processes that use another value only after a restart. Empty means not declared, like
+    None."""
     fixed: bool | None = None
     """A run cannot be resumed with another value."""
     of_host: bool | None = None
-    """Paths, addresses, secrets and sizes of one process: they may differ between the hosts of a run."""
+    """Paths, addresses, secrets and sizes of one process: they may differ between the hosts of a
+    run."""
 
     def then(self, metadata: Iterable[object]) -> "Declared":
-        """With what `metadata` declares instead."""
-        found = self
-        for each in metadata:
-            if isinstance(each, Declared):
-                found = Declared(
-                    read_by=each.read_by or found.read_by,
-                    fixed=found.fixed if each.fixed is None else each.fixed,
-                    of_host=found.of_host if each.of_host is None else each.of_host,
+        """Return this declaration overridden by the ones in `metadata`."""
+        combined = self
+        for declared in metadata:
+            if isinstance(declared, Declared):
+                combined = Declared(
+                    read_by=declared.read_by or combined.read_by,
+                    fixed=combined.fixed if declared.fixed is None else declared.fixed,
+                    of_host=combined.of_host if declared.of_host is None else declared.of_host,
                 )
-        return found
+        return combined
 
     @property
     def restarts(self) -> tuple[Reader, ...]:
-        """What must be restarted for another value, beside the orchestrator, which every resume starts."""
-        return tuple(each for each in self.read_by if each is not Reader.ORCHESTRATOR)
+        """List the processes to restart for another value, except the orchestrator: every resume
+        starts that."""
+        return tuple(reader for reader in self.read_by if reader is not Reader.ORCHESTRATOR)
 
 
 def read_by(*readers: Reader) -> Declared:
@@ -82,7 +86,7 @@ class Section(BaseModel):
         extra="forbid",
         allow_inf_nan=False,
         use_attribute_docstrings=True,
-        hide_input_in_errors=True,  # a wrong value may hold a password
+        hide_input_in_errors=True,  # A wrong value may be a password.
     )
 
 
@@ -90,13 +94,14 @@ class Table(NamedTuple):
     """A setting that is a table."""
 
     section: type[Section] | None
-    """Of its settings, or of those of each entry; None where its keys are not Headpond's."""
+    """The section of its settings or of each entry's; None if its keys are not Headpond's."""
     by_name: bool
-    """Whether its keys are names, as in `[environments.NAME]`."""
+    """True if its keys are names, as in `[environments.NAME]`."""
 
 
 def table_of(annotation: Any) -> Table | None:
-    """The table that a setting of this type is, also beside a shorter form (`policy.renderer`)."""
+    """Return the table that a setting of this type is. A union with a shorter form counts too
+    (`policy.renderer`)."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return table_of(parts[0])
@@ -111,6 +116,7 @@ def table_of(annotation: Any) -> Table | None:
 
 
 def is_value(annotation: Any) -> bool:
-    """Whether a setting of this type can be given as a value: not where it is always a table of settings."""
+    """Return whether a setting of this type can be given as a value. A type that is always a
+    table cannot."""
     table = table_of(annotation)
     return table is None or table.section is None or get_origin(annotation) in (Union, UnionType)

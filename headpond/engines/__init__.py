@@ -1,1 +1,2 @@
-"""One inference server: its requests, its connections, and how a response becomes a `Turn`."""
+"""One inference server: its requests, its connections, and the conversion of a response to a
+`Turn`."""

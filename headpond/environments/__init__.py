@@ -1,4 +1,5 @@
-"""Environments: prompts, tools and rewards. A worker loads the ones that its configuration names."""
+"""Environments: prompts, tools and rewards. A worker loads the environments that its
+configuration names."""
 
 from headpond.environments.agent_program import ProgramResult, run_program
 from headpond.environments.grading import graded

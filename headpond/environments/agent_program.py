@@ -1,4 +1,5 @@
-"""Runs an agent that is a program of its own: `run_program` starts it for one rollout and kills its process group."""
+"""Runs agents that are programs of their own. `run_program` starts one for one rollout and kills
+its process group."""
 
 import asyncio
 import contextlib
@@ -21,15 +22,16 @@ from headpond.processes.privacy import inherited_variables
 from headpond.spans import timed
 
 NICENESS = 10
-"""Programs yield the CPU to the event loop that serves them: without it, 16 starting at once took 90 % of its time."""
+"""Programs yield the CPU to the event loop that serves them. At normal priority, 16 starting at
+once took 90 % of the loop's time."""
 MAX_OUTPUT_BYTES = 1 << 20
-"""The last bytes of a program's output are kept."""
-BLOCK_BYTES = 1 << 16  # the capacity of a pipe
+"""Limit for a program's output: its last bytes."""
+BLOCK_BYTES = 1 << 16  # The capacity of a pipe.
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentUser:
-    """The user that programs run as, in place of this process's."""
+    """The user that programs run as, in place of this process's user."""
 
     uid: int
     gid: int
@@ -37,8 +39,9 @@ class AgentUser:
 
     @property
     def switch(self) -> str:
-        """Python that changes the user and gives it the output. Runs before PR_SET_PDEATHSIG, which it clears, and
-        after all imports: the user may have no access to this Python."""
+        """Python code that changes the user and gives it the output. It runs before
+        PR_SET_PDEATHSIG, which a change of user clears. It runs after all imports: the user may
+        have no access to this Python."""
         ids = f"{self.uid}, {self.gid}"
         return f"os.fchown(1, {ids}); os.setgroups([]); os.setgid({self.gid}); os.setuid({self.uid})\n"
 
@@ -47,7 +50,8 @@ _user: AgentUser | None = None
 
 
 def run_as(name: str | None) -> None:
-    """Run all later programs of this process as user `name`, or as its own. Raises ConfigError."""
+    """Run all later programs of this process as user `name`; None means its own user. Raise
+    ConfigError."""
     global _user
     _user = _agent_user(name) if name else None
 
@@ -68,9 +72,9 @@ def _agent_user(name: str) -> AgentUser | None:
 @dataclass(frozen=True, kw_only=True)
 class ProgramResult:
     exit_code: int
-    """negative: killed by that signal"""
+    """Exit code; a negative one is the signal that killed the program."""
     output: str
-    """standard output and standard error"""
+    """Standard output and standard error."""
 
 
 async def run_program(
@@ -80,17 +84,15 @@ async def run_program(
     variables: Mapping[str, str] | None = None,
     directory: Path | None = None,
 ) -> ProgramResult:
-    """Run `command` with the policy's URL, key and model in the variables that agents read (`policy.variables`).
-
-    The program has its own process group, which is killed when this call returns, raises or is cancelled; the program
-    itself also ends with this process. It inherits this process's environment except Headpond's settings, and runs as
-    `rollouts.agent_user`.
-    """
+    """Run `command` with the policy's URL, key and model in `policy.variables`. Its process group
+    is killed when this call returns, raises or is cancelled; the program also ends with this
+    process. It inherits this process's environment except Headpond's settings, and runs as
+    `rollouts.agent_user`."""
     script = f"import ctypes, os; os.nice({NICENESS})\n{_user.switch if _user else ''}{LAUNCHER}"
     launcher = [sys.executable, "-I", "-S", "-c", script, str(os.getpid())]
-    of_user = _user.variables if _user else {}
-    environment = {**inherited_variables(), **of_user, **policy.variables, **(variables or {})}
-    # In a thread: each fork blocks its caller (380 ms when 16 programs started at once).
+    user_variables = _user.variables if _user else {}
+    environment = {**inherited_variables(), **user_variables, **policy.variables, **(variables or {})}
+    # Each fork blocks its caller (380 ms when 16 programs started at once), so it runs in a thread.
     starting = asyncio.create_task(in_io_thread(_start, [*launcher, *command], environment, directory))
     try:
         with timed("program", Path(command[0]).name):
@@ -107,20 +109,21 @@ def _start(command: Sequence[str], environment: Mapping[str, str], directory: Pa
         stderr=subprocess.STDOUT,
         env=environment,
         cwd=directory,
+        # Not a new session: NICENESS counts only among the processes of the worker's session.
         process_group=0,
     )
 
 
 def _wait(program: "subprocess.Popen[bytes]") -> ProgramResult:
-    """Read the output until the program ends, even if one of its children keeps the pipe open."""
+    """Read the output until the program ends, even if one of its children leaves the pipe open."""
     assert program.stdout is not None
     tail = bytearray()
-    with program.stdout as output, os.fdopen(os.pidfd_open(program.pid)) as ended:
+    with program.stdout as output, os.fdopen(os.pidfd_open(program.pid)) as end_file:
         os.set_blocking(output.fileno(), False)
         poll = select.poll()
-        for file in (output, ended):
+        for file in (output, end_file):
             poll.register(file, select.POLLIN)
-        while not any(descriptor == ended.fileno() for descriptor, _ in poll.poll()):
+        while not any(descriptor == end_file.fileno() for descriptor, _ in poll.poll()):
             if not _read_block(output.fileno(), tail):
                 poll.unregister(output)
         for _ in range(MAX_OUTPUT_BYTES // BLOCK_BYTES):
@@ -130,7 +133,7 @@ def _wait(program: "subprocess.Popen[bytes]") -> ProgramResult:
 
 
 def _read_block(descriptor: int, tail: bytearray) -> bool:
-    """False when the pipe is empty or closed."""
+    """Read a block into the tail. Return False if the pipe is empty or closed."""
     try:
         block = os.read(descriptor, BLOCK_BYTES)
     except BlockingIOError:

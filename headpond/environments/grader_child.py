@@ -1,8 +1,8 @@
 """The child process of a `Grader`: runs the judges that its parent names, one call at a time.
 
-Started by path and imports only the standard library and the judges' own modules. Requests and responses are lines of
-JSON on a socket passed as standard input. The process ends when the socket closes or the thread that started it ends,
-even while a judge is running.
+The program is started by path and imports only the standard library and the judges' own modules.
+Requests and responses are lines of JSON on a socket passed as standard input. The process ends
+when the socket closes or the thread that started it ends, even while a judge is running.
 """
 
 import ctypes
@@ -25,9 +25,11 @@ MAX_MESSAGE_CHARACTERS = 1_000
 
 def main() -> None:
     _end_with(int(sys.argv[1]))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # crashing judges must not fill the disk with core dumps
+    # Crashing judges must not fill the disk with core dumps.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     channel = os.dup(0)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a judge that reads standard input must not read requests
+    # A judge that reads standard input must not read requests.
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     with os.fdopen(channel, "rb") as requests, os.fdopen(channel, "wb", closefd=False) as responses:
         sys.path[:] = json.loads(requests.readline())
         for line in requests:
@@ -36,7 +38,8 @@ def main() -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends: a judge stuck in C code never reads the closed socket."""
+    """Have the kernel kill this process when its parent ends. A judge stuck in C code never
+    reads the closed socket."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         sys.exit("the parent ended before the grader started")
@@ -68,14 +71,14 @@ def _result(returned: Any) -> dict[str, Any]:
 
 
 def _plain(number: Any) -> Any:
-    """NumPy scalars as Python numbers."""
+    """Convert NumPy scalars to Python numbers."""
     if not hasattr(number, "item"):
         raise TypeError(f"it returned a {type(number).__name__}: return a JSON value or a Score")
     return number.item()
 
 
 def _error_kind(error: Exception) -> str:
-    """A judge may raise the same failures as an environment."""
+    """Classify an error: a judge may raise the same failures as an environment."""
     errors = sys.modules.get("headpond.errors")
     if errors and isinstance(error, errors.PolicyFailure):
         return "policy"
@@ -91,8 +94,9 @@ def _error_message(error: Exception) -> str:
 
 @contextmanager
 def _memory_limit(more_bytes: int) -> Iterator[None]:
-    """Limit the address space to `more_bytes` above the current use: imports reserve gigabytes on machines with many
-    cores, and memory that earlier calls left behind does not count against this one."""
+    """Limit the address space to `more_bytes` above the current use. Imports reserve gigabytes
+    on machines with many cores. Memory that earlier calls left behind does not count against
+    this call."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limit = used + more_bytes

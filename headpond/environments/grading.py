@@ -1,8 +1,9 @@
 """Scoring functions (judges) that may hang or crash, run in child processes: `graded`.
 
-Each event loop has a `GraderPool` with at most one process per core; processes start on demand and are reused. Callers
-wait for a free grader without a time limit; the limit covers the judge alone. A killed grader loses only the call it
-was running. Only JSON crosses the socket to the child (`grader_child.py`).
+Each event loop has a `GraderPool` with at most one process per core; processes start on demand
+and are reused. Callers wait for a free grader without a time limit; the limit covers the judge
+alone. A killed grader loses only the call that it was running. Only JSON crosses the socket to
+the child (`grader_child.py`).
 """
 
 import asyncio
@@ -31,9 +32,10 @@ from headpond.spans import timed
 Ts = TypeVarTuple("Ts")
 R = TypeVar("R")
 
-# Most judges take milliseconds; one that takes seconds was caught by its input (catastrophic regular expressions).
+# Most judges take milliseconds. A judge that takes seconds was caught by its input (catastrophic
+# regular expressions).
 TIMEOUT_S = 10.0
-# Per call. Up to one call per core may use it at the same time, beside hundreds of rollouts.
+# Limit per call. One call per core may use it at the same time, beside hundreds of rollouts.
 MEMORY_MB = 1024
 
 CHILD = Path(__file__).with_name("grader_child.py")
@@ -41,24 +43,24 @@ CHILD = Path(__file__).with_name("grader_child.py")
 IMPORT_TIMEOUT_S = 60.0
 # A process that has closed its socket ends within milliseconds.
 EXIT_TIMEOUT_S = 1.0
-# Calls per process. A fresh process drops what judges have leaked; its start is shared by that many calls.
+# Calls per process. A fresh process drops the memory that judges have leaked. That many calls share
+# its start.
 MAX_CALLS = 1_000
-SIGNALS = {each.value: each.name for each in signal.Signals}
-# Signals that a judge's input does not cause: out of memory, or an operator.
+SIGNALS = {signum.value: signum.name for signum in signal.Signals}
+# A judge's input does not cause these signals: the cause is lack of memory, or an operator.
 EXTERNAL_SIGNALS = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
-# One thread per grader: NumPy would otherwise start one per core in each of them.
+# Each grader has one thread. NumPy would otherwise start one per core in each grader.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 async def graded(
     judge: Callable[[*Ts], R], *arguments: *Ts, timeout_s: float = TIMEOUT_S, memory_mb: int = MEMORY_MB
 ) -> R:
-    """Call `judge(*arguments)` in a process that is killed after `timeout_s`.
-
-    `judge` is a plain function at the top level of a module. Its arguments are JSON values; it returns a JSON value or
-    a Score without columns. Raises PolicyFailure when the call exceeds its time, memory or recursion depth or crashes
-    (catch it to score that case yourself), StageError when the judge raises anything else.
-    """
+    """Call `judge(*arguments)` in a process that is killed after `timeout_s`. `judge` is a plain
+    function at the top level of a module. Its arguments are JSON values; it returns a JSON value
+    or a Score without columns. Raises PolicyFailure if the call exceeds its time, memory or
+    recursion depth, or crashes: catch it to score that case yourself. Raises StageError if the
+    judge raises anything else."""
     call = JudgeCall.of(judge, arguments, timeout_s=timeout_s, memory_mb=memory_mb)
     pool = _pools.get(asyncio.get_running_loop()) or install()
     with timed("grading", judge.__name__):
@@ -66,7 +68,8 @@ async def graded(
 
 
 def install(processes: int | None = None) -> "GraderPool":
-    """Give the running loop its pool, by default with one process per core. It is closed with the loop."""
+    """Give the running loop its pool, by default with one process per core. The pool closes with
+    the loop."""
     loop = asyncio.get_running_loop()
     pool = _pools[loop] = GraderPool(processes or offload.cores())
 
@@ -78,6 +81,8 @@ def install(processes: int | None = None) -> "GraderPool":
     return pool
 
 
+# ProcessPoolExecutor is no alternative: it breaks as a whole when one process dies. A call to a
+# grader takes 0.7 ms.
 class GraderPool:
     """The graders of one event loop."""
 
@@ -106,7 +111,7 @@ class GraderPool:
         return [pid for grader in (*self._idle, *self._busy) if (pid := grader.pid) is not None]
 
     def close(self) -> None:
-        """Runs in the thread that shuts down the loop's executor."""
+        """Kill all graders. Runs in the thread that shuts down the loop's executor."""
         for grader in list(self._busy):
             grader.stop()
         for grader in self._idle:
@@ -114,12 +119,12 @@ class GraderPool:
         self._threads.shutdown()
 
     def _acquire(self) -> "Grader":
-        """The most recently used grader, so that no more processes start than are needed."""
+        """Return the most recently used grader: no more processes start than are needed."""
         while self._idle:
             grader = self._idle.pop()
             if grader.usable:
                 break
-            grader.kill()  # it was killed from outside while idle
+            grader.kill()  # The grader was killed from outside while idle.
         else:
             grader = Grader()
         self._busy.add(grader)
@@ -135,7 +140,7 @@ class GraderPool:
     async def _stop(self, grader: "Grader", working: "asyncio.Task[Any]") -> None:
         grader.stop()
         await asyncio.wait([working])
-        await self._threads.run(grader.kill)  # the call may have completed just before `stop`
+        await self._threads.run(grader.kill)  # The call may have completed just before `stop`.
 
 
 _pools: dict[asyncio.AbstractEventLoop, GraderPool] = {}
@@ -169,7 +174,7 @@ class JudgeCall:
         return json.dumps({"module": self.module, "name": self.name}).encode()
 
     def request(self) -> bytes:
-        """Takes 2 ms per megabyte: call it in a thread."""
+        """Encode the call. Takes 2 ms per megabyte: call it in a thread."""
         limit = self.memory_mb << 20
         request = {"module": self.module, "name": self.name, "memory_bytes": limit, "arguments": self.arguments}
         try:
@@ -194,17 +199,17 @@ class JudgeCall:
             case _:
                 raise StageError(f"the grader {self.judge} failed: {response.get('bug')}")
 
-    def failure(self, what: str) -> PolicyFailure:
-        characters = sum(len(each) for each in self.arguments if isinstance(each, str))
-        return PolicyFailure(f"the grader {self.judge} {what}, given {characters:,} characters")
+    def failure(self, event: str) -> PolicyFailure:
+        characters = sum(len(argument) for argument in self.arguments if isinstance(argument, str))
+        return PolicyFailure(f"the grader {self.judge} {event}, given {characters:,} characters")
 
 
 class ChildGone(Exception):
-    """The child process closed its socket or sent something that is not a response."""
+    """Raised when the child process closed its socket or sent something that is not a response."""
 
 
 class Stopped(Exception):
-    """`Grader.stop` was called during the call."""
+    """Raised when `Grader.stop` was called during the call."""
 
 
 class Grader:
@@ -214,7 +219,7 @@ class Grader:
         self._socket, self._child_socket = socket.socketpair()
         self._process: subprocess.Popen[bytes] | None = None
         self._pidfd: int | None = None
-        """readable when the process has ended"""
+        """Readable when the process has ended."""
         self._imported: set[str] = set()
         self._stopped = False
         self.calls = 0
@@ -230,12 +235,13 @@ class Grader:
         return self._process is not None and self.calls < MAX_CALLS and not self._stopped and not self._has_ended(0.0)
 
     def grade(self, call: JudgeCall) -> Any:
-        """Return the judge's result. Blocks; the time limit starts after the judge's module is imported."""
+        """Return the judge's result. Blocks; the time limit starts after the judge's module is
+        imported."""
         request = call.request()
         try:
             response = self._call(call, request)
         except BaseException:
-            self.kill()  # its state is unknown
+            self.kill()  # The state of the process is unknown.
             raise
         if self.calls >= MAX_CALLS:
             self.kill()
@@ -244,7 +250,7 @@ class Grader:
     def stop(self) -> None:
         """Abort a running `grade`, which raises Stopped after the process has been killed."""
         self._stopped = True
-        with contextlib.suppress(OSError):  # the process has already ended
+        with contextlib.suppress(OSError):  # The process has already ended.
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def kill(self) -> int | None:
@@ -255,7 +261,8 @@ class Grader:
         if process is None:
             return None
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # before `wait`: until then the id cannot be reused
+            # Before `wait`: until then the id cannot be reused.
+            os.killpg(process.pid, signal.SIGKILL)
         code = process.wait()
         if self._pidfd is not None:
             os.close(self._pidfd)
@@ -277,19 +284,19 @@ class Grader:
         try:
             response = self._exchange(call.import_request(), IMPORT_TIMEOUT_S)
         except TimeoutError:
-            what = f"took longer than {IMPORT_TIMEOUT_S:g} s"
+            problem = f"took longer than {IMPORT_TIMEOUT_S:g} s"
         except ChildGone:
-            what = "ended its process"
+            problem = "ended its process"
         else:
             if "value" in response:
                 self._imported.add(call.judge)
                 return
             if "bug" in response:
                 raise StageError(f"the grader {call.judge} cannot be imported in its process: {response['bug']}")
-            what = f"failed: {response}"
+            problem = f"failed: {response}"
         if self._stopped:
             raise Stopped
-        raise InfrastructureFailure(f"importing {call.module} for its grader {call.name} {what}")
+        raise InfrastructureFailure(f"importing {call.module} for its grader {call.name} {problem}")
 
     def _start(self) -> None:
         if self._process is not None:
@@ -299,7 +306,8 @@ class Grader:
                 [sys.executable, "-P", str(CHILD), str(os.getpid())],
                 stdin=self._child_socket.fileno(),
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # Python's warnings quote the policy's text, up to megabytes of it
+                # Python's warnings quote the policy's text, up to megabytes of it.
+                stderr=subprocess.DEVNULL,
                 env={**ONE_THREAD, **inherited_variables()},
                 process_group=0,
             )
@@ -307,11 +315,12 @@ class Grader:
         except OSError as error:
             raise InfrastructureFailure(f"a grader's process could not be started: {error}") from error
         self._child_socket.close()
-        with contextlib.suppress(OSError):  # the next exchange reports it
+        with contextlib.suppress(OSError):  # The next exchange reports it.
             self._socket.sendall(json.dumps(sys.path).encode() + b"\n")
 
     def _exchange(self, request: bytes, timeout_s: float) -> dict[str, Any]:
-        """Send a request and wait for its response. The timeout is the socket's, so a busy loop cannot delay it."""
+        """Send a request and wait for its response. The timeout is the socket's: a busy loop
+        cannot delay it."""
         deadline = time.monotonic() + timeout_s
         received = bytearray()
         try:
@@ -333,7 +342,7 @@ class Grader:
         return response
 
     def _exit_error(self, call: JudgeCall) -> Exception:
-        """Why the process is gone, as the exception to raise."""
+        """Explain why the process is gone, as the exception to raise."""
         if self._stopped:
             return Stopped()
         exited = self._has_ended(EXIT_TIMEOUT_S)

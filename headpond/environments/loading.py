@@ -1,4 +1,4 @@
-"""Loads a worker's environments from its configuration, once, before any job runs."""
+"""Loads a worker's environments from its configuration once, before any job runs."""
 
 import difflib
 import inspect
@@ -19,7 +19,7 @@ BUILT_INS = {
     "distinct": "headpond.environments.builtin.distinct:Distinct",
     "program": "headpond.environments.builtin.arithmetic_program:ArithmeticProgram",
 }
-"""loaded when no environment is configured"""
+"""Loaded when no environment is configured."""
 ADAPTERS = {"verifiers": "headpond.environments.verifiers:Verifiers"}
 
 
@@ -39,7 +39,7 @@ class LoadedEnvironment:
 
     @property
     def external_agent(self) -> bool:
-        """Whether its agent uses the policy through a session server."""
+        """Whether the environment's agent uses the policy through a session server."""
         return bool(getattr(self.environment, "external_agent", False))
 
     async def close(self) -> None:
@@ -55,7 +55,7 @@ class LoadedEnvironment:
 
 
 class WrongOption(ConfigError):
-    """Names the option."""
+    """An option that the environment refuses; `option` is its name."""
 
     def __init__(self, message: str, option: str | None = None) -> None:
         super().__init__(message)
@@ -69,13 +69,14 @@ PlaceOf = Callable[..., str]
 def load_environments(
     settings: Mapping[str, EnvironmentCode], place_of: PlaceOf | None = None, *, section: str = "environments"
 ) -> dict[str, LoadedEnvironment]:
-    """Load the environments of `section`, or all built-in ones if none is configured. Blocks while it imports and
-    builds. Raises one ConfigError that lists every problem, with its place in the configuration."""
-    wanted = settings or {name: EnvironmentSettings(use=name) for name in BUILT_INS}
+    """Load the environments of `section`, or all built-in ones if none is configured. Blocks
+    during imports and construction. Raise one ConfigError that lists every problem with its
+    place in the configuration."""
+    selected = settings or {name: EnvironmentSettings(use=name) for name in BUILT_INS}
     loaded, problems = dict[str, LoadedEnvironment](), list[str]()
-    for name, each in wanted.items():
+    for name, code in selected.items():
         try:
-            loaded[name] = load_environment(name, each)
+            loaded[name] = load_environment(name, code)
         except ConfigError as error:
             wrong = ("options", error.option) if isinstance(error, WrongOption) else ("use",)
             place = f"{place_of(section, name, *wrong)}: " if place_of else ""
@@ -102,22 +103,23 @@ def load_environment(name: str, settings: EnvironmentCode) -> LoadedEnvironment:
 
 
 def runs_own_agent(use: str) -> bool:
-    """Whether the class sets `external_agent`, so that its rollouts need a session server. Imports it."""
+    """Import the class and return whether it sets `external_agent`. Such rollouts need a session
+    server."""
     return bool(getattr(_import_class(use), "external_agent", False))
 
 
 def _import_class(use: str) -> type[Any]:
-    found = import_attribute(use if is_custom(use) else lookup(BUILT_INS | ADAPTERS, use, setting="use"), setting="use")
-    if not isinstance(found, type):
-        raise ConfigError(f"use = {use!r} is a {type(found).__name__}: name a class")
-    return cast("type[Any]", found)
+    kind = import_attribute(use if is_custom(use) else lookup(BUILT_INS | ADAPTERS, use, setting="use"), setting="use")
+    if not isinstance(kind, type):
+        raise ConfigError(f"use = {use!r} is a {type(kind).__name__}: name a class")
+    return cast("type[Any]", kind)
 
 
 def _validated(kind: type[Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options, converted and validated by the annotations of the class's constructor."""
+    """Convert and validate the options by the annotations of the class's constructor."""
     parameters = inspect.signature(kind).parameters
     hints = get_type_hints(kind.__init__, include_extras=True)
-    accepts_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    accepts_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     validated: dict[str, Any] = {}
     for name, value in options.items():
         if name not in parameters and not accepts_any:

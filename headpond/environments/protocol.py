@@ -1,4 +1,5 @@
-"""The interface of environments: `Environment`, its policies, and its scores with their validation. No I/O.
+"""The interface of environments: `Environment`, its policies, and its scores with their validation.
+No I/O.
 
 `builtin/arithmetic.py` is the shortest implementation.
 """
@@ -17,22 +18,24 @@ from headpond.records.rollout import AGENTS_LIMIT, METRICS_LIMIT, NAME_CHARACTER
 from headpond.turn import HIT_MAX_TOKENS, Ids, Message
 
 METRICS_OF_RECORDING = 14
-"""metrics that the worker adds to the environment's in a rollout's reply"""
+"""Number of metrics that the worker adds to the environment's in a rollout's reply."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
     reward: float
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
-    """named parts of the reward, for estimators that use them separately"""
+    """Named parts of the reward, for estimators that use them separately."""
     turn_rewards: Sequence[float] | None = None
-    """one reward for each turn, in the order of `policy.chat`, for estimators that answer per turn"""
+    """One reward for each turn, in the order of `policy.chat`, for estimators with one value a
+    turn."""
     agent_rewards: Mapping[str, float] = field(default_factory=dict[str, float])
-    """one reward for each name given to `policy.chat(agent=...)`, for estimators that answer per agent"""
+    """One reward for each name given to `policy.chat(agent=...)`, for estimators with one value
+    an agent."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """fields for the trainer, declared as `[batch.fields.NAME]`: one number per token or per sample, the samples one
-    after the other, or one number for all"""
+    """Fields for the trainer, declared as `[batch.fields.NAME]`. A field has one number per
+    token, one per sample, or one for all. The samples follow one after the other."""
 
 
 AnyScore = Score | float | Mapping[str, float]
@@ -40,7 +43,8 @@ AnyScore = Score | float | Mapping[str, float]
 
 
 def checked_score(returned: AnyScore | None) -> Score:
-    """What an environment returned, as a Score of finite floats. Raises StageError for anything else."""
+    """Convert an environment's result to a Score of finite floats. Raise StageError for anything
+    else."""
     match returned:
         case Score():
             score = returned
@@ -60,17 +64,18 @@ def checked_score(returned: AnyScore | None) -> Score:
 
 
 def total(rewards: Mapping[str, float]) -> float:
-    """The reward of named ones: their sum, the same in any order. Raises StageError if a float cannot hold it."""
+    """Sum named rewards: the result is the same in any order. Raise StageError if a float cannot
+    hold it."""
     try:
         return math.fsum(rewards.values())
     except OverflowError:
         raise StageError("the sum of the rewards is too large for a float: scale them down") from None
 
 
-def _turn_rewards(given: Sequence[float] | None) -> tuple[float, ...] | None:
-    if given is None:
+def _turn_rewards(rewards: Sequence[float] | None) -> tuple[float, ...] | None:
+    if rewards is None:
         return None
-    return tuple(_number(f"the reward of turn {number}", value) for number, value in enumerate(given))
+    return tuple(_number(f"the reward of turn {number}", value) for number, value in enumerate(rewards))
 
 
 def _numbers(
@@ -84,17 +89,17 @@ def _numbers(
     return {name: _number(f"the {kind} {name}", value) for name, value in values.items()}
 
 
-def _number(what: str, value: Any) -> float:
+def _number(label: str, value: Any) -> float:
     try:
-        if isinstance(value, str | bytes | bytearray):  # which float() would read
+        if isinstance(value, str | bytes | bytearray):  # float() would read these.
             raise TypeError
         number = float(value)
     except OverflowError:
         number = math.inf
     except (TypeError, ValueError):
-        raise StageError(f"{what} is {value!r}: return a Score, a number or a mapping of named rewards") from None
+        raise StageError(f"{label} is {value!r}: return a Score, a number or a mapping of named rewards") from None
     if not math.isfinite(number):
-        raise StageError(f"{what} is {number}: it must be finite")
+        raise StageError(f"{label} is {number}: it must be finite")
     return number
 
 
@@ -103,10 +108,11 @@ class ToolCall:
     id: str
     name: str
     text: str
-    """the arguments as the policy wrote them"""
+    """The arguments as the policy wrote them."""
 
     def arguments(self) -> dict[str, Any]:
-        """Raises PolicyFailure if they are not a JSON object: catch it to answer the policy, or it ends the rollout."""
+        """Parse the arguments. Raise PolicyFailure if they are not a JSON object. Catch it to
+        answer the policy, or it ends the rollout."""
         try:
             parsed = orjson.loads(self.text)
         except orjson.JSONDecodeError as error:
@@ -121,18 +127,20 @@ class Completion:
     """The policy's completion of one turn."""
 
     message: Message
-    """append it unchanged to the messages of the next turn"""
+    """The assistant's message. Append it unchanged to the messages of the next turn."""
     finish_reason: str
     truncated: bool
-    """cut off at `max_seq_len`: the conversation cannot continue"""
+    """True if the turn was cut off at `max_seq_len`: the conversation cannot continue."""
     token_ids: Ids = field(default_factory=lambda: np.empty(0, np.int32), repr=False, compare=False)
-    """the tokens that the policy sampled"""
+    """The tokens that the policy sampled."""
     fields: dict[str, Any] = field(default_factory=dict[str, Any])
-    """set declared fields for the trainer here: a number, or one for each of `token_ids`"""
+    """Values of declared fields for the trainer, set by the environment: a number, or one for
+    each of `token_ids`."""
 
     @property
     def hit_max_tokens(self) -> bool:
-        """Ended by `max_tokens` or the engine's context length rather than by the policy."""
+        """True if `max_tokens` or the engine's context length ended the turn, rather than the
+        policy."""
         return self.finish_reason == HIT_MAX_TOKENS
 
     @property
@@ -148,7 +156,8 @@ class Completion:
 
 
 class Policy(Protocol):
-    """What an environment chats with. `headpond.playing` has the implementation, which records every turn."""
+    """The policy that an environment chats with. `headpond.playing` implements it and records
+    every turn."""
 
     async def chat(
         self,
@@ -159,42 +168,46 @@ class Policy(Protocol):
         train: bool = True,
         **sampling: Any,
     ) -> Completion:
-        """One turn; only one may be in flight. `train=False` keeps the completion out of the loss. Pass None to unset
-        a sampling default. Raises PolicyFailure at the turn or context limit, InfrastructureFailure if the engine
-        fails."""
+        """Play one turn; only one may be in flight. `train=False` excludes the completion from
+        the loss. Pass None to unset a sampling default. Raise PolicyFailure at the turn or
+        context limit, InfrastructureFailure if the engine fails."""
         ...
 
     def sample_ids(self) -> Sequence[Ids]:
-        """The tokens of each sample so far; per-token `Score.columns` have a number for each, in this order."""
+        """Return the tokens of each sample so far. Per-token `Score.columns` have one number for
+        each, in this order."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentPolicy:
-    """What an environment with `external_agent = True` gets: the endpoint for its agent. One chat at a time."""
+    """The endpoint that an environment with `external_agent = True` gets for its agent. One chat
+    at a time."""
 
     base_url: str
-    """OpenAI-compatible, valid for this rollout only; every chat through it is recorded"""
+    """OpenAI-compatible URL, valid for this rollout only. Every chat through it is recorded."""
     api_key: str = field(repr=False)
     model: str = "policy"
-    """the engine's name for it, `engine.model`"""
+    """The engine's name for the policy, `engine.model`."""
     control_key: str = field(default="", repr=False)
-    """bearer token for `rewards_url`, for a harness outside of the agent. An agent that had it could reward itself"""
+    """Bearer token for `rewards_url`, for a harness outside of the agent. An agent with this key
+    could reward itself."""
 
     @property
     def rewards_url(self) -> str:
-        """Where a harness posts rewards, metrics and rewards of turns before the rollout ends"""
+        """URL where a harness posts rewards, metrics and rewards of turns before the rollout
+        ends."""
         return f"{self.base_url.removesuffix('/v1')}/rewards"
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variables by which agents find their API, `docs/agents.md` has the table."""
+        """Environment variables by which agents find their API. `docs/agents.md` has the table."""
         return agent_variables(self.base_url, self.api_key, self.model)
 
 
 def agent_variables(base_url: str, api_key: str, model: str) -> dict[str, str]:
-    """For agents that speak Chat Completions or Responses (`.../v1`) and those that speak Messages, whose clients add
-    `/v1` themselves."""
+    """Name the variables of agents. Chat Completions and Responses clients get `.../v1`; clients
+    of Messages add `/v1` themselves."""
     messages_url = base_url.removesuffix("/v1")
     of_openai = {"OPENAI_BASE_URL": base_url, "OPENAI_API_BASE": base_url, "LLM_BASE_URL": base_url}
     of_anthropic = {"ANTHROPIC_BASE_URL": messages_url, "ANTHROPIC_API_BASE": messages_url}
@@ -227,11 +240,11 @@ class PlayedRollout:
 
     score: Score
     error: str | None
-    """the policy's failure, such as a timeout"""
+    """The policy's failure, such as a timeout."""
     turns: int
     completion_tokens: int
     conversations: Sequence[Sequence[Message]]
-    """the messages of each sample; most rollouts have one"""
+    """The messages of each sample. Most rollouts have one sample."""
 
     @property
     def last_answer(self) -> str:
@@ -243,12 +256,13 @@ class PlayedRollout:
 class Environment(Protocol):
     @property
     def examples(self) -> Iterable[Any]:
-        """A sequence, or any iterable, which is read into a list once."""
+        """A sequence, or any iterable; an iterable is read into a list once."""
         ...
 
     async def rollout(self, example: Any, policy: Any) -> AnyScore | None:
-        """`policy` is a Policy, or an AgentPolicy if the class sets `external_agent = True`. None if the score of an
-        external agent is posted to `policy.rewards_url`."""
+        """Play one rollout. `policy` is a Policy, or an AgentPolicy if the class sets
+        `external_agent = True`. Return None if an external agent's score is posted to
+        `policy.rewards_url`."""
         ...
 
 
@@ -259,7 +273,7 @@ class ScoresGroups(Protocol):
     def score_group(
         self, example: Any, rollouts: Sequence[PlayedRollout]
     ) -> Sequence[AnyScore] | Awaitable[Sequence[AnyScore]]:
-        """One score per rollout, in their order; they replace the scores of `rollout`."""
+        """Return one score per rollout, in their order. They replace the scores of `rollout`."""
         ...
 
 
@@ -268,5 +282,6 @@ class Closes(Protocol):
     """An environment that holds resources, such as a process or a connection."""
 
     async def close(self) -> None:
-        """Called once, when the worker shuts down, after the last rollout."""
+        """Release the resources. Called once, when the worker shuts down, after the last
+        rollout."""
         ...

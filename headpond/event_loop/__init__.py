@@ -1,1 +1,1 @@
-"""The event loop of a process: its lag, thread pools, cancellation, garbage collection."""
+"""The event loop of a process: its lag, thread pools, cancellation and garbage collection."""

@@ -11,7 +11,8 @@ logger = logging.getLogger(__name__)
 
 
 async def run_to_completion(task: asyncio.Task[T]) -> T:
-    """Wait until the task is done, even if the caller is cancelled; the cancellation is raised afterwards."""
+    """Wait until the task is done, even if the caller is cancelled. The cancellation is raised
+    afterwards."""
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:

@@ -1,4 +1,5 @@
-"""The event loop of every asyncio process: uvloop if installed, optionally with the thread pools of `offload`."""
+"""The event loop of every asyncio process: uvloop if installed, optionally with the thread pools
+of `offload`."""
 
 import asyncio
 import logging
@@ -13,8 +14,9 @@ logger = logging.getLogger("headpond.event_loop")
 def event_loop_factory(
     *, concurrency: int | None = None, cpu_threads: int | None = None
 ) -> Callable[[], asyncio.AbstractEventLoop]:
-    """For `asyncio.Runner(loop_factory=...)`. With `concurrency`, the loop gets pools for that many concurrent jobs;
-    the CPU pool has `cpu_threads` threads, by default one per core."""
+    """Return a factory that `asyncio.Runner(loop_factory=...)` takes. `concurrency` gives the
+    loop pools for that many concurrent jobs. The CPU pool has `cpu_threads` threads, by default
+    one per core."""
 
     def new_event_loop() -> asyncio.AbstractEventLoop:
         loop = _fastest_loop()()

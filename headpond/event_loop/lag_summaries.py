@@ -1,4 +1,5 @@
-"""Summaries of event loop lag in Redis: one key for each process, which expires after its last publication."""
+"""Summaries of event loop lag in Redis: one key for each process, which expires after its last
+publication."""
 
 import json
 from collections.abc import Awaitable, Callable
@@ -10,14 +11,15 @@ if TYPE_CHECKING:
     from redis.asyncio import Redis as AsyncRedis
 
 LAG_KEY = "headpond:lag:{process}"
-# Three windows of the default length: a process may miss two publications; a dead one disappears soon.
+# Three windows of the default length. A process may miss two publications; a dead one disappears
+# soon.
 LAG_TTL_S = 30
 
 
 @dataclass(frozen=True, kw_only=True)
 class LagSummary:
-    """One window. A `cpu_share` near 1 means that the loop itself is busy; a low one that it waits for the GIL or a
-    core."""
+    """One window. A `cpu_share` near 1 means that the loop itself is busy. A low one means that
+    it waits for the GIL or a core."""
 
     process: str
     samples: int
@@ -33,7 +35,7 @@ class LagSummary:
     cpu_share: float
     """CPU time of the loop's thread / wall time."""
     blockers: dict[str, float] = field(default_factory=dict[str, float])
-    """With a LagTrace: code that blocked the loop -> seconds since the start."""
+    """Code that blocked the loop -> seconds since the start; filled by a LagTrace."""
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -47,7 +49,8 @@ Publish = Callable[[LagSummary], Awaitable[None]]
 
 
 def redis_publisher(redis: "AsyncRedis") -> Publish:
-    """The `publish` argument of LoopLag: one key per process, which expires LAG_TTL_S after the last publication."""
+    """Return the `publish` argument of LoopLag. Each process has one key, which expires
+    LAG_TTL_S after its last publication."""
 
     async def publish(summary: LagSummary) -> None:
         await redis.set(LAG_KEY.format(process=summary.process), json.dumps(summary.as_dict()), ex=LAG_TTL_S)
@@ -56,7 +59,7 @@ def redis_publisher(redis: "AsyncRedis") -> Publish:
 
 
 def read_summaries(redis: "Redis") -> list[LagSummary]:
-    """The last summary of every process that published within LAG_TTL_S, by name."""
+    """Read the last summary of every process that published within LAG_TTL_S, sorted by name."""
     keys = list(redis.scan_iter(match=LAG_KEY.format(process="*"), count=1000))
     return _parse_all(redis.mget(keys) if keys else [])
 
@@ -73,7 +76,7 @@ def _parse_all(values: Any) -> list[LagSummary]:
 
 
 def _parse(value: bytes) -> LagSummary | None:
-    """None if a process of another version has written something else."""
+    """Parse a summary. Return None if a process of another version has written something else."""
     try:
         return LagSummary.from_dict(json.loads(value))
     except (ValueError, TypeError, KeyError):

@@ -1,6 +1,7 @@
-"""Measures how late the event loop of this process runs. `LoopLag` samples and logs; `LagTrace` names blocking code.
+"""Measures how late the event loop of this process runs. `LoopLag` samples and logs; `LagTrace`
+names blocking code.
 
-Sampling waits for nothing but the loop itself. `lag_summaries` has what it publishes.
+Sampling awaits nothing but the loop itself. `lag_summaries` defines the published summary.
 """
 
 import asyncio
@@ -25,27 +26,28 @@ logger = logging.getLogger("headpond.loop_lag")
 
 # A lag above this counts as blocked time. Two idle loops on a busy 2-core machine differ by up to 14 ms in p99.
 BLOCKED_ABOVE_S = 0.02
-# Samples kept for `drain`: an hour at 20 Hz, 0.6 MB.
+# `drain` returns at most this many samples: an hour at 20 Hz, 0.6 MB.
 MAX_UNREAD_SAMPLES = 72_000
 
-# Short enough to follow a short run; each publication is one small SET.
+# The interval is short enough to follow a short run. Each publication is one small SET.
 PUBLISH_INTERVAL_S = 2.0
-# Publications must not pile up while Redis does not answer; the next one is newer.
+# Publications must not pile up while Redis does not answer. The next one is newer.
 PUBLISH_TIMEOUT_S = 5.0
 
-CHECKS_PER_LIMIT = 4  # so that blocks slightly longer than the limit are caught
-MIN_CHECK_INTERVAL_S = 0.002  # a check takes about 20 us
-MAX_BLOCKERS = 200  # distinct names; further ones are counted as OTHERS
+CHECKS_PER_LIMIT = 4  # Checks are frequent enough to catch blocks slightly longer than the limit.
+MIN_CHECK_INTERVAL_S = 0.002  # A check takes about 20 us.
+MAX_BLOCKERS = 200  # Further names are counted as OTHERS.
 BLOCKERS_SHOWN = 5
-PLACE_CHARACTERS = 300  # of a worker's blocked code, in a status
+PLACE_CHARACTERS = 300  # Limit for a worker's blocked code in a status.
 OTHERS = "others"
 LIMITS_S = {"p90_s": 0.05, "p99_s": 0.25, "max_s": 1.0}
-"""A window that exceeds any of them is logged as a warning."""
+"""A window above any of these limits is logged as a warning."""
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 class LagTrace:
-    """A thread that inspects the loop's stack while the loop is late, and sums up the time by the code that blocks."""
+    """A thread that inspects the loop's stack while the loop is late. It sums up the time by the
+    code that blocks."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -54,7 +56,8 @@ class LagTrace:
         self._thread: threading.Thread | None = None
 
     def start(self, last_tick: Callable[[], float], interval_s: float) -> None:
-        """Call it on the loop's thread. `last_tick` returns when the loop last ran, on the monotonic clock."""
+        """Start on the loop's thread. `last_tick` returns when the loop last ran, on the
+        monotonic clock."""
         loop_thread = threading.get_ident()
         self._thread = threading.Thread(
             target=self._watch, args=(loop_thread, last_tick, interval_s), name="lag-trace", daemon=True
@@ -67,7 +70,8 @@ class LagTrace:
             self._thread.join()
 
     def blockers(self) -> dict[str, float]:
-        """Code that blocked for longer than the limit -> seconds since the start, the worst first."""
+        """Map code that blocked for longer than the limit -> seconds since the start, the worst
+        first."""
         worst_first = sorted(self._blocked_s.copy().items(), key=lambda item: -item[1])
         return {name: round(seconds, 3) for name, seconds in worst_first[:BLOCKERS_SHOWN]}
 
@@ -75,13 +79,13 @@ class LagTrace:
         pause_s = max(MIN_CHECK_INTERVAL_S, self._limit_s / CHECKS_PER_LIMIT)
         checked_at = time.monotonic()
         while not self._stop.wait(pause_s):
-            now = time.monotonic()
+            checked_now = time.monotonic()
             due = last_tick() + interval_s
-            frames = sys._current_frames() if now - due > self._limit_s else {}  # pyright: ignore[reportPrivateUsage]
+            frames = sys._current_frames() if checked_now - due > self._limit_s else {}  # pyright: ignore[reportPrivateUsage]
             if frame := frames.get(loop_thread):
                 first = checked_at <= due + self._limit_s
-                self._add(blocker_name(frame), since=max(due, checked_at), now=now, first=first)
-            checked_at = now
+                self._add(blocker_name(frame), since=max(due, checked_at), now=checked_now, first=first)
+            checked_at = checked_now
 
     def _add(self, name: str, *, since: float, now: float, first: bool) -> None:
         if name not in self._blocked_s and len(self._blocked_s) >= MAX_BLOCKERS:
@@ -92,7 +96,8 @@ class LagTrace:
 
 
 def blocker_name(frame: FrameType) -> str:
-    """The innermost frame. If that is in a library, the innermost one outside libraries comes first."""
+    """Name the innermost frame. If that is in a library, the innermost frame outside libraries
+    comes first."""
     caller = frame
     while caller.f_code.co_filename.startswith(LIBRARIES) and caller.f_back is not None:
         caller = caller.f_back
@@ -145,7 +150,8 @@ class LoopLag:
         self._window_s = window_s
         self._publish = publish
         self._trace = trace
-        # A list: other threads copy it while the loop appends, and copying a deque then may fail.
+        # A list, not a deque: other threads copy it while the loop appends, and copying a deque
+        # then may fail.
         self._samples: list[_Sample] = []
         self._samples_max = math.ceil(window_s / interval_s) + 2
         self._unread = _UnreadSamples()
@@ -157,7 +163,7 @@ class LoopLag:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._sample_forever())
-                # In its own task, so that a hanging Redis does not look like a hanging loop.
+                # Publishing has its own task: a hanging Redis must not look like a hanging loop.
                 if self._publish is not None:
                     group.create_task(self._publish_forever(self._publish))
         finally:
@@ -165,12 +171,13 @@ class LoopLag:
                 self._trace.stop()
 
     def summary(self) -> LagSummary:
-        """The last `window_s`. Called from another thread, it includes a block that has not ended."""
-        now = time.monotonic()
-        return self._summarise(since=now - self._window_s, overdue_s=now - self.last_tick - self._interval_s)
+        """Summarise the last `window_s`. A call from another thread includes a block that has
+        not ended."""
+        read_at = time.monotonic()
+        return self._summarise(since=read_at - self._window_s, overdue_s=read_at - self.last_tick - self._interval_s)
 
     def drain(self) -> LagSummary:
-        """Since the last call, up to MAX_UNREAD_SAMPLES. Call it on the loop's thread."""
+        """Summarise up to MAX_UNREAD_SAMPLES since the last call. Call it on the loop's thread."""
         unread, self._unread = self._unread, _UnreadSamples()
         return self._summary(unread.lags_s, wall_s=unread.wall_s, cpu_s=unread.cpu_s)
 
@@ -179,16 +186,16 @@ class LoopLag:
         cpu = time.thread_time()
         while True:
             await asyncio.sleep(self._interval_s)
-            now, cpu_before, cpu = time.monotonic(), cpu, time.thread_time()
-            self._record(_Sample(now, self._lag_s(now), now - self.last_tick, cpu - cpu_before))
-            self.last_tick = now
-            if now - reported >= self._window_s:
+            woke_at, cpu_before, cpu = time.monotonic(), cpu, time.thread_time()
+            self._record(_Sample(woke_at, self._lag_s(woke_at), woke_at - self.last_tick, cpu - cpu_before))
+            self.last_tick = woke_at
+            if woke_at - reported >= self._window_s:
                 self._log(self._summarise(since=reported))
-                reported = now
+                reported = woke_at
 
-    def _lag_s(self, now: float) -> float:
+    def _lag_s(self, woke_at: float) -> float:
         # A loop's timers may fire a clock tick early.
-        return max(0.0, now - self.last_tick - self._interval_s)
+        return max(0.0, woke_at - self.last_tick - self._interval_s)
 
     def _record(self, sample: _Sample) -> None:
         self._unread.add(sample)
@@ -222,6 +229,7 @@ class LoopLag:
             p90_s=_quantile(lags, 0.9),
             p99_s=_quantile(lags, 0.99),
             max_s=float(lags[-1]),
+            # Percentiles count a long block as one sample. This sum carries its length.
             blocked_s=float(lags[lags > BLOCKED_ABOVE_S].sum()),
             cpu_share=cpu_s / wall_s if wall_s else 0.0,
             blockers=self._trace.blockers() if self._trace else {},
@@ -232,7 +240,7 @@ class LoopLag:
         values = {
             name: f"{value:.4f}" if isinstance(value, float) else value
             for name, value in asdict(summary).items()
-            if name != "blockers"  # LagTrace has logged each
+            if name != "blockers"  # LagTrace has logged each blocker.
         }
         if exceeded:
             values["above_limit"] = ",".join(exceeded)
@@ -255,7 +263,7 @@ class LoopLag:
 
 
 def _quantile(ordered: NDArray[np.float64], share: float) -> float:
-    """Same as np.quantile, which takes ten times as long for the few values of a window."""
+    """Compute np.quantile, which itself takes ten times as long for the few values of a window."""
     position = share * (len(ordered) - 1)
     below = int(position)
     above = min(below + 1, len(ordered) - 1)
@@ -269,7 +277,7 @@ def blocked_place(thread: int) -> str:
 
 
 def blocked_cause(node: str, blocked_s: object, blocked_at: object) -> str:
-    """Return the cause that a run shows; the worker's `Presence` has the last two."""
+    """Return the cause that a run shows. The worker's `Presence` has the last two arguments."""
     for_s = f"{blocked_s:.0f}" if isinstance(blocked_s, int | float) else "some"
     return (
         f"the event loop of worker {_shown(node)} has been blocked for {for_s} s by {_shown(str(blocked_at))}, and its "

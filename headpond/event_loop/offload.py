@@ -1,8 +1,9 @@
 """Bounded thread pools of an event loop, for blocking I/O, CPU work and small files.
 
-If all threads are busy, callers wait in order of arrival. A caller cancelled while it waits never runs its function. A
-caller cancelled while its function runs returns at once; the function runs to its end and keeps its thread, since a
-thread cannot be interrupted. Context variables are passed on.
+Callers wait in order of arrival if all threads are busy. A caller cancelled while it waits never
+runs its function. A caller cancelled while its function runs returns at once; the function runs
+to its end and holds its thread, since a thread cannot be interrupted. Context variables are
+passed on.
 """
 
 import asyncio
@@ -26,25 +27,28 @@ from headpond.event_loop.cancellation import run_to_completion
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# A job may have a call of its own and one of a library in flight. With Python's default of cores + 4 threads, 256
-# concurrent rollouts waited for each other's files and DNS lookups.
+# A job may have one call of its own and one of a library in flight. Python's default is cores + 4
+# threads: 256 concurrent rollouts then waited for each other's files and DNS lookups.
 IO_THREADS_PER_JOB = 2
-# 512 threads in use take 48 MB. More blocking calls at once need a second process, not more threads.
+# 512 busy threads take 48 MB. More blocking calls at once need a second process, not more threads.
 IO_THREADS_MAX = 512
-# On a network file system with 5 ms per call, eight threads record 400 turns per second.
+# Eight threads record 400 turns per second on a network file system with 5 ms per call. A wide
+# pool of 60 threads competed with the loop: 6.2 instead of 5.1 ms of CPU a turn.
 FILE_THREADS = 8
-# A call to a local file takes a millisecond, on a busy machine a few. A slow one waits for a disk or a network.
+# A call to a local file takes a millisecond, a few on a busy machine. A slower call waits for a
+# disk or a network.
 SLOW_S = 0.02
-# Quick calls may be too many for one thread: then they wait for as long as this.
+# Quick calls may be too many for one thread. A second thread helps once a call has waited this
+# long.
 HELP_S = 0.1
-# Between two looks at threads that work: for calls that wait, and results that a slow call holds back.
+# Interval of the checks for waiting calls, and for results that a slow call delays.
 LOOK_S = 0.02
-# Results of a thread are held back for as long as this, while it has quick calls to run.
+# A thread with quick calls to run delivers its results at this interval.
 DELIVER_S = 0.005
-# For loops without an explicit `install`.
+# Used by loops without an explicit `install`.
 DEFAULT_CONCURRENCY = 64
-# Calls to files queue, and direct calls of the default executor (asyncio.to_thread, DNS lookups). A queue this long
-# means that the threads are stuck: refuse instead of growing.
+# Longest queue of calls to files, or of direct calls of the default executor (asyncio.to_thread,
+# DNS lookups). A longer queue means stuck threads: refuse instead of growing.
 BACKLOG_MAX = 8 * IO_THREADS_MAX
 
 
@@ -59,6 +63,8 @@ class Pool(ThreadPoolExecutor):
 
     async def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         loop = asyncio.get_running_loop()
+        # Callers wait here, not in the pool's queue: cancelled callers cannot pile up work behind
+        # stuck threads.
         await self._free.acquire()
         try:
             call = self.submit(contextvars.copy_context().run, fn, *args, **kwargs)
@@ -70,7 +76,7 @@ class Pool(ThreadPoolExecutor):
         return await result
 
     def _call_done(self, loop: asyncio.AbstractEventLoop, call: Future[T], result: "asyncio.Future[T]") -> None:
-        """Runs in the thread: wakes the loop once, both to deliver the result and to free the thread."""
+        """Wake the loop once, to deliver the result and to free the thread. Runs in the thread."""
         with contextlib.suppress(RuntimeError):  # the loop was closed in the meantime
             loop.call_soon_threadsafe(self._deliver, call, result)
 
@@ -99,22 +105,22 @@ class WaitingCall:
 
 
 class FilePool(Pool):
-    """Small calls in quick succession. One thread runs all that wait and wakes the loop once for them; another helps
-    when the others are in slow calls, or when a call has waited for HELP_S.
+    """Small calls in quick succession. One thread runs all waiting calls and wakes the loop once
+    for them. Another thread helps if all are in slow calls, or if a call has waited for HELP_S."""
 
-    Recording a turn is 0.2 ms of Python between system calls that hardly wait. Each of them gives the GIL to the loop,
-    or to another thread: with a thread to each call, a turn took 21 thread switches, and a fifth more CPU.
-    """
-
+    # Recording a turn is 0.2 ms of Python between system calls that hardly wait. Each of them gives
+    # the GIL to the loop or to another thread. One thread per call cost 21 thread switches a turn,
+    # and a fifth more CPU. The loop itself must not write: a file system may block.
     def __init__(self, *, name: str, threads: int) -> None:
         super().__init__(name=name, threads=threads)
         self._waiting = deque[WaitingCall]()
         self._done = deque[tuple["asyncio.Future[Any]", Any, BaseException | None]]()
-        """Of calls that have run: where the result goes, the result, the error. Only the loop's thread takes them."""
+        """Finished calls: the future, the result, the error. Only the loop's thread removes
+        them."""
         self._at_work = 0
-        """Threads. Only the loop's thread changes it."""
+        """Number of working threads. Only the loop's thread changes it."""
         self._begun = dict[int, float]()
-        """thread -> when its present call began. Only the thread changes it."""
+        """thread -> start of its present call. Only that thread changes its entry."""
         self._look: asyncio.TimerHandle | None = None
 
     async def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -127,7 +133,7 @@ class FilePool(Pool):
         return await result
 
     def _help(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start a thread if one is needed, and look again while threads work."""
+        """Start a thread if one is needed, and check again while threads work."""
         if self._waiting and (not self._at_work or (self._at_work < self.threads and self._is_slow())):
             self._start(loop)
         if self._at_work and self._look is None:
@@ -135,67 +141,71 @@ class FilePool(Pool):
 
     def _look_again(self, loop: asyncio.AbstractEventLoop) -> None:
         self._look = None
-        self._hand_out(loop, ended=False)
+        self._hand_out(loop, thread_ended=False)
 
     def _is_slow(self) -> bool:
-        """Whether all threads are in slow calls, or too few."""
-        begun, now = list(self._begun.values()), monotonic()
-        if len(begun) == self._at_work and now - max(begun) >= SLOW_S:
+        """Return whether all threads are in slow calls, or the threads are too few."""
+        started_at, read_at = list(self._begun.values()), monotonic()
+        if len(started_at) == self._at_work and read_at - max(started_at) >= SLOW_S:
             return True
         try:
-            return now - self._waiting[0].since >= HELP_S
-        except IndexError:  # a thread has taken it
+            return read_at - self._waiting[0].since >= HELP_S
+        except IndexError:  # Another thread has taken it.
             return False
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
             self.submit(self._run_waiting, loop)
         except RuntimeError as error:  # the pool was shut down, or the system has no thread left
-            while self._waiting and not self._at_work:  # otherwise a thread runs them
+            while self._waiting and not self._at_work:  # A working thread would run them.
                 _set(self._waiting.popleft().result, None, error)
             if not self._at_work or self._shutdown:
-                return  # otherwise the executor keeps it for a thread that is at work
+                return  # The executor otherwise runs it in a thread that is at work.
         self._at_work += 1
 
     def _run_waiting(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Runs in a thread."""
-        told, thread = monotonic(), get_ident()
+        """Run waiting calls and deliver their results. Runs in a thread."""
+        delivered_at, thread = monotonic(), get_ident()
         while self._waiting:
             try:
                 waiting = self._waiting.popleft()
             except IndexError:  # another thread took it
                 break
             self._begun[thread] = monotonic()
+            # Calls to files do queue, because one thread takes them all: a cancelled one is
+            # skipped.
             if not waiting.result.cancelled():
                 self._done.append((waiting.result, *_outcome(waiting.call)))
-            if self._done and monotonic() - told >= DELIVER_S:
-                self._tell(loop, ended=False)
-                told = monotonic()
+            if self._done and monotonic() - delivered_at >= DELIVER_S:
+                self._hand_out_soon(loop, thread_ended=False)
+                delivered_at = monotonic()
         self._begun.pop(thread, None)
-        self._tell(loop, ended=True)
+        self._hand_out_soon(loop, thread_ended=True)
 
-    def _tell(self, loop: asyncio.AbstractEventLoop, *, ended: bool) -> None:
+    def _hand_out_soon(self, loop: asyncio.AbstractEventLoop, *, thread_ended: bool) -> None:
         with contextlib.suppress(RuntimeError):  # the loop was closed in the meantime
-            loop.call_soon_threadsafe(self._hand_out, loop, ended)
+            loop.call_soon_threadsafe(self._hand_out, loop, thread_ended)
 
-    def _hand_out(self, loop: asyncio.AbstractEventLoop, ended: bool) -> None:
+    def _hand_out(self, loop: asyncio.AbstractEventLoop, thread_ended: bool) -> None:
         for _ in range(len(self._done)):
             _set(*self._done.popleft())
-        self._at_work = max(0, self._at_work - ended)  # one that the executor kept for a later thread was not counted
+        # A call that the executor held for a later thread was not counted.
+        self._at_work = max(0, self._at_work - thread_ended)
         self._help(loop)
 
 
 def _outcome(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
     try:
         return call(), None
-    except BaseException as error:  # noqa: BLE001  it is the caller's
+    except BaseException as error:  # noqa: BLE001  the caller gets it
         return None, error
 
 
 def _set(result: "asyncio.Future[Any]", value: Any, error: BaseException | None) -> None:
     if result.done():  # the caller was cancelled
         return
-    if isinstance(error, StopIteration):  # a future refuses it before Python 3.13, and a coroutine cannot raise it
+    # A future refuses StopIteration before Python 3.13, and a coroutine cannot raise it.
+    if isinstance(error, StopIteration):
         refused, error = error, RuntimeError("the call raised StopIteration")
         error.__cause__ = refused
     if error is not None:
@@ -205,7 +215,8 @@ def _set(result: "asyncio.Future[Any]", value: Any, error: BaseException | None)
 
 
 class IoPool(Pool):
-    """The default executor of its loop. Shutting it down runs the shutdown callbacks and shuts down the other pools."""
+    """The default executor of its loop. Its shutdown runs the shutdown callbacks and shuts down
+    the other pools."""
 
     def __init__(self, *, threads: int, cpu_threads: int) -> None:
         super().__init__(name="io", threads=threads)
@@ -225,7 +236,8 @@ _pools: dict[asyncio.AbstractEventLoop, IoPool] = {}
 
 
 def cores(cpu_max: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """The cores that this process may use, by its CPU affinity and the CPU quota of its container."""
+    """Return the cores that this process may use. CPU affinity and the container's CPU quota
+    limit them."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota_us, period_us = cpu_max.read_text().split()
@@ -237,7 +249,8 @@ def cores(cpu_max: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 def install(
     loop: asyncio.AbstractEventLoop, *, concurrency: int = DEFAULT_CONCURRENCY, cpu_threads: int | None = None
 ) -> IoPool:
-    """Give `loop` its pools, for `concurrency` concurrent jobs. Shutting down the default executor shuts down all."""
+    """Give `loop` its pools, for `concurrency` concurrent jobs. Shutting down the default
+    executor shuts down all pools."""
     threads = min(IO_THREADS_PER_JOB * concurrency, IO_THREADS_MAX)
     pool = IoPool(threads=threads, cpu_threads=cpu_threads or cores())
     loop.set_default_executor(pool)
@@ -248,23 +261,24 @@ def install(
 
 
 async def in_io_thread(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """For blocking calls: sockets of synchronous libraries, programs, SQLite, an occasional file."""
+    """Run a blocking call: sockets of synchronous libraries, programs, SQLite, an occasional
+    file."""
     return await _pool().run(fn, *args, **kwargs)
 
 
 async def to_its_end_in_io_thread(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """For files that are written again and again: a cancelled caller waits for the end of its call, so that an old
-    content cannot replace a newer one."""
+    """Run a blocking call to its end, even if the caller is cancelled. Files that are written
+    repeatedly need this: an old content must not replace a newer one."""
     return await run_to_completion(asyncio.create_task(in_io_thread(fn, *args, **kwargs)))
 
 
 async def in_file_thread(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """For small files that hundreds of jobs write concurrently."""
+    """Run a call on small files that hundreds of jobs write concurrently."""
     return await _pool().files.run(fn, *args, **kwargs)
 
 
 async def in_cpu_thread(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """For computations of more than ~1 ms that release the GIL."""
+    """Run a computation of more than ~1 ms that releases the GIL."""
     return await _pool().cpu.run(fn, *args, **kwargs)
 
 

@@ -1,7 +1,8 @@
 """Filters over a rollout's tokens and over a group's rewards, and the verdicts they return.
 
-Every filter is applied to every rollout, so one filter's count never depends on another filter; only a drop's reason
-depends on their order. Filters change neither rollouts nor rewards: a dropped rollout stays in its group's baseline.
+Every rollout passes through every filter: one filter's count never depends on another filter.
+The order decides only which filter names the reason of a drop. Filters change neither rollouts
+nor rewards: a dropped rollout stays in its group's baseline.
 """
 
 from headpond.filters.judging import (

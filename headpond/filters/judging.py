@@ -1,5 +1,5 @@
-"""Builds the filters that the settings select, and applies them: a verdict on a rollout or a group, with the matches
-that decide it. Custom rules are imported from `module:function`."""
+"""Builds the filters that the settings select, and applies them. A verdict lists the filters
+that a rollout or a group matched. Custom rules are imported from `module:function`."""
 
 import operator
 from collections import Counter
@@ -83,7 +83,7 @@ class Filter(Generic[Rule]):
 
 
 def rollout_filters(settings: FilterSettings, *, vocab_size: int) -> tuple[Filter[FindToken], ...]:
-    """The token filters that are not off, in order."""
+    """List the token filters whose mode is not off, in order."""
     if settings.gibberish.mode != Mode.OFF and vocab_size < 1:
         raise ConfigError(f"filters.gibberish needs the model's vocab_size, not {vocab_size}: set it, or mode = 'off'")
     built_in: list[Filter[FindToken]] = [
@@ -96,27 +96,30 @@ def rollout_filters(settings: FilterSettings, *, vocab_size: int) -> tuple[Filte
         Filter(name="overlong", mode=settings.overlong.mode, rule=settings.overlong.find),
         Filter(name="stale", mode=settings.stale.mode, rule=settings.stale.find),
     ]
-    own = [
-        Filter(name=name, mode=each.mode, rule=load_token_rule(each.use, setting=f"filters.custom.{name}.use"))
-        for name, each in settings.custom.items()
-        if each.mode != Mode.OFF
+    custom_filters = [
+        Filter(name=name, mode=custom.mode, rule=load_token_rule(custom.use, setting=f"filters.custom.{name}.use"))
+        for name, custom in settings.custom.items()
+        if custom.mode != Mode.OFF
     ]
-    return tuple(each for each in [*built_in, *own] if each.mode != Mode.OFF)
+    return tuple(token_filter for token_filter in [*built_in, *custom_filters] if token_filter.mode != Mode.OFF)
 
 
 def group_filters(settings: FilterSettings, *, needs_variance: bool) -> tuple[Filter[MatchGroup], ...]:
-    """The group filters that are not off, in order. `needs_variance`: see `advantages.Recipe`."""
+    """List the group filters whose mode is not off, in order. `needs_variance`: see
+    `advantages.Recipe`."""
     variance_mode = settings.zero_variance.mode if needs_variance else Mode.OFF
     built_in: list[Filter[MatchGroup]] = [
         Filter(name="zero_variance", mode=variance_mode, rule=settings.zero_variance.matches),
         Filter(name="difficulty", mode=settings.difficulty.mode, rule=settings.difficulty.matches),
     ]
-    own = [
-        Filter(name=name, mode=each.mode, rule=load_group_rule(each.use, setting=f"filters.custom_groups.{name}.use"))
-        for name, each in settings.custom_groups.items()
-        if each.mode != Mode.OFF
+    custom_filters = [
+        Filter(
+            name=name, mode=custom.mode, rule=load_group_rule(custom.use, setting=f"filters.custom_groups.{name}.use")
+        )
+        for name, custom in settings.custom_groups.items()
+        if custom.mode != Mode.OFF
     ]
-    return tuple(each for each in [*built_in, *own] if each.mode != Mode.OFF)
+    return tuple(group_filter for group_filter in [*built_in, *custom_filters] if group_filter.mode != Mode.OFF)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,12 +127,12 @@ class Match:
     filter: str
     mode: Mode
     token: int | None
-    """Index into the rollout's tokens; None where the group as a whole matched."""
+    """Index into the rollout's tokens, or None if the group as a whole matched."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The matches of one rollout, or of one group, in the order of the filters."""
+    """The matches of one rollout or one group, in the order of the filters."""
 
     matches: tuple[Match, ...] = ()
 
@@ -143,19 +146,20 @@ class Verdict:
 
 
 def judge(rollout: RolloutTokens, filters: Sequence[Filter[FindToken]]) -> Verdict:
-    tokens = [(each, each.rule(rollout)) for each in filters]
+    tokens = [(token_filter, token_filter.rule(rollout)) for token_filter in filters]
     return Verdict(
         matches=tuple(Match(filter=f.name, mode=f.mode, token=int(token)) for f, token in tokens if token is not None)
     )
 
 
 def judge_group(group: GroupRewards, filters: Sequence[Filter[MatchGroup]]) -> Verdict:
-    """The verdict that every rollout of the group shares."""
+    """Judge the group once: all its rollouts share the verdict."""
     return Verdict(matches=tuple(Match(filter=f.name, mode=f.mode, token=None) for f in filters if f.rule(group)))
 
 
 def count_matches(verdicts: Iterable[Verdict]) -> Counter[str]:
-    """Rollouts by filter, in any mode; a rollout counts for every filter that it matches."""
+    """Count the rollouts that matched each filter, in any mode. One rollout may count for
+    several filters."""
     return Counter(match.filter for verdict in verdicts for match in verdict.matches)
 
 
@@ -184,7 +188,8 @@ def load_group_rule(use: str, *, setting: str) -> MatchGroup:
 
 
 def _index(token: Any, tokens: int, use: str) -> int:
-    """0 is also the index in a rollout without tokens, as in the built-in rules."""
+    """Check a custom rule's index. A rollout without tokens may match at 0, as with the built-in
+    rules."""
     try:
         index = -1 if isinstance(token, bool) else operator.index(token)
     except TypeError:

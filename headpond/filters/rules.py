@@ -1,7 +1,7 @@
-"""The built-in rules, each with its settings: over a rollout's tokens (the token where it matches), and over a group's
-rewards (whether it matches).
+"""The built-in rules and their settings: token rules find a matching token, group rules match
+rewards.
 
-Thresholds are float64 and hold exactly, although the tokens' logprobs are compared as float32.
+Thresholds are float64 and hold exactly, although logprobs are compared as float32.
 """
 
 import math
@@ -22,7 +22,8 @@ from headpond.turn import HIT_MAX_TOKENS
 REPETITION = "repetition"
 """Finish reason of vLLM's repetition detection."""
 EQUAL_REWARDS = 1e-9
-"""Spread up to which rewards are equal, relative to the largest (at least 1): the mean of three 0.1 is not 0.1."""
+"""Largest difference of equal rewards, relative to the largest reward or 1. A tolerance is
+needed: the mean of three 0.1 is not 0.1."""
 
 
 class Mode(StrEnum):
@@ -31,16 +32,17 @@ class Mode(StrEnum):
     OFF = "off"
     """The filter does not run."""
     MONITOR = "monitor"
-    """Only counted."""
+    """A match is only counted."""
     MASK = "mask"
-    """Delivered with loss mask 0, so that the group and the loss's denominator stay the same."""
+    """The rollout is delivered with loss mask 0. The group and the loss's denominator stay the
+    same."""
     DROP = "drop"
-    """Not delivered."""
+    """The rollout is not delivered."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutTokens:
-    """The input of a token rule: a rollout of T tokens in S samples; both may be 0."""
+    """The input of a token rule: one rollout of T tokens in S samples. T and S may be 0."""
 
     input_ids: NDArray[np.int32]
     loss_mask: NDArray[np.uint8]
@@ -51,12 +53,14 @@ class RolloutTokens:
     truncated: NDArray[np.uint8]
     """[S], not 0 where the sample was cut to the limit."""
     overlong_prompt: NDArray[np.uint8]
-    """[S], not 0 where its prompt alone was over the limit."""
+    """[S], not 0 where the sample's prompt alone was over the limit."""
     version_first: int
-    """Lowest policy version that may have sampled one of its tokens; -1 where nothing was generated."""
+    """Lowest policy version that may have sampled one of the tokens; -1 if nothing was
+    generated."""
     version_now: int
     finish_reason: str = ""
-    """Of the rollout's last turn, as the engine states it: `stop`, `length`, `tool_calls`, `repetition`, ..."""
+    """The engine's finish reason of the last turn: `stop`, `length`, `tool_calls`, `repetition`,
+    ..."""
 
     def __post_init__(self) -> None:
         tokens, samples = len(self.input_ids), len(self.truncated)
@@ -70,8 +74,10 @@ class RolloutTokens:
             )
 
 
+# The index counts all of the rollout's tokens, context included. prime-rl counts sampled tokens
+# only.
 FindToken = Callable[[RolloutTokens], int | None]
-"""A token rule: the index of the token where the rollout matches, or None."""
+"""A token rule: returns the index of the token where the rollout matches, or None."""
 
 
 class Gibberish(Section):
@@ -86,7 +92,8 @@ class Gibberish(Section):
 
     def find(self, rollout: RolloutTokens, *, vocab_size: int) -> int | None:
         limit = -float32_at_most(math.log(vocab_size) + self.logprob_offset)
-        unlikely = np.flatnonzero(rollout.logprobs < limit)  # few, so the other columns are hardly read
+        # Few tokens are unlikely, so the other columns are hardly read.
+        unlikely = np.flatnonzero(rollout.logprobs < limit)
         rare = unlikely[rollout.input_ids[unlikely] > self.token_id_threshold]
         sampled = rare[rollout.loss_mask[rare] != 0]
         return int(sampled[0]) if len(sampled) else None
@@ -104,7 +111,7 @@ class Repetition(Section):
     """Probability above which a token is almost certain."""
 
     def find(self, rollout: RolloutTokens) -> int | None:
-        """The token that completes the first window."""
+        """Return the token that completes the first window."""
         if rollout.finish_reason == REPETITION:
             return max(len(rollout.input_ids) - 1, 0)
         sampled = rollout.loss_mask != 0
@@ -114,10 +121,10 @@ class Repetition(Section):
         for start, end in pairwise(rollout.sample_offsets.tolist()):
             breaks = np.concatenate(([start - 1], start + np.flatnonzero(unsure[start:end]), [end]))
             for stretch in np.flatnonzero(np.diff(breaks) > self.window):
-                after = breaks[stretch] + 1
-                run = np.flatnonzero(sampled[after : breaks[stretch + 1]])
+                stretch_start = breaks[stretch] + 1
+                run = np.flatnonzero(sampled[stretch_start : breaks[stretch + 1]])
                 if len(run) >= self.window:
-                    return int(after + run[self.window - 1])
+                    return int(stretch_start + run[self.window - 1])
         return None
 
 
@@ -129,7 +136,7 @@ class Overlong(Section):
     """What happens to a matching rollout: `off`, `monitor` (count), `mask` (no loss) or `drop`."""
 
     def find(self, rollout: RolloutTokens) -> int | None:
-        """The last token before the first cut."""
+        """Return the last token before the first cut."""
         sample = first_true(rollout.truncated | rollout.overlong_prompt)
         if sample is None and rollout.finish_reason != HIT_MAX_TOKENS:
             return None
@@ -149,7 +156,7 @@ class Stale(Section):
     """How many policy versions the lowest version of a rollout's tokens may be behind the newest one."""
 
     def find(self, rollout: RolloutTokens) -> int | None:
-        """The first sampled token, whose version decides."""
+        """Return the first sampled token if the rollout is stale."""
         stale = is_stale(
             version_first=rollout.version_first,
             version_now=rollout.version_now,
@@ -159,9 +166,10 @@ class Stale(Section):
 
 
 def is_stale(*, version_first: int, version_now: int, max_off_policy_steps: int) -> bool:
-    """The one rule, for the filter, for rollouts in flight, for composing and for sealing.
+    """Compare versions. The filter, rollouts in flight, composing and sealing all use this rule.
 
-    `version_first` is the lowest policy version of its tokens; -1, where nothing was generated, is never stale.
+    `version_first` is the lowest policy version of the tokens. -1 (nothing generated) is never
+    stale.
     """
     return version_first >= 0 and version_now - version_first > max_off_policy_steps
 
@@ -172,32 +180,35 @@ def first_true(flags: NDArray[Any]) -> int | None:
 
 
 def no_gap(flags: NDArray[np.bool_], width: int) -> bool:
-    """True only if no `width` neighbours are all false: any such stretch contains a whole block of half that width.
+    """Return True only if every `width` neighbours contain a True. This check halves the time for a
+    rollout without a long run, which nearly all are.
 
-    Halves the time for a rollout without a long run, which nearly all are.
+    A stretch of `width` values contains a whole block of half that width.
     """
     block = (width + 1) // 2
     return bool(flags[: len(flags) // block * block].reshape(-1, block).any(axis=1).all())
 
 
 def float32_at_most(limit: float) -> np.float32:
-    """The largest float32 <= limit: a float32 is above it exactly when it is above the float64 limit."""
+    """Return the largest float32 <= limit. A float32 exceeds it exactly when it exceeds the
+    float64 limit."""
     rounded = np.float32(limit)
     return rounded if float(rounded) <= limit else np.nextafter(rounded, np.float32(-np.inf))
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupRewards:
-    """The input of a group rule: the reward of every scored rollout, before and after length shaping."""
+    """The input of a group rule: the reward of every scored rollout, before and after length
+    shaping."""
 
     rewards: NDArray[np.float64]
     shaped: NDArray[np.float64]
     judged: NDArray[np.float64] | None = None
-    """what `zero_variance` compares, where it is not `shaped`: the estimator's own values"""
+    """The estimator's own values, if `zero_variance` compares these instead of `shaped`."""
 
 
 MatchGroup = Callable[[GroupRewards], bool]
-"""A group rule: whether the group matches."""
+"""A group rule: returns whether the group matches."""
 
 
 class ZeroVariance(Section):

@@ -1,1 +1,2 @@
-"""Playing rollouts: the recorded policy, sessions for agents, and one rollout from its example to its files."""
+"""Playing rollouts: the recorded policy, sessions for agents, and one rollout from its example
+to its files."""

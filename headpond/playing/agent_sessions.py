@@ -1,4 +1,5 @@
-"""Sessions of a session server, for agents that only get a URL. Created for a rollout, sealed, and always deleted.
+"""Sessions of a session server, for agents that only get a URL. A rollout creates its session,
+seals it, and always deletes it.
 
 All servers are equivalent. A rollout stays with the server that created its session.
 """
@@ -37,20 +38,20 @@ class _Scored(msgspec.Struct):
 
 SEALED, SCORED = msgspec.json.Decoder(Sealed), msgspec.json.Decoder(_Scored)
 CONNECT_S = 5.0
-CREATE_S = 30.0  # creates a few files; seconds if the server has no free threads
-SEAL_S = 300.0  # for a rollout with gigabytes of routed rows, on a slow disk
-SEAL_ATTEMPTS, SEAL_PAUSE_S = 20, 0.5  # a server that restarts answers as the one before did
+CREATE_S = 30.0  # The server creates a few files: seconds if it has no free threads.
+SEAL_S = 300.0  # A rollout may have gigabytes of routed rows, on a slow disk.
+SEAL_ATTEMPTS, SEAL_PAUSE_S = 20, 0.5  # A restarted server gives the same response as before.
 DELETE_S = 10.0
 ERROR_CHARACTERS = 2_000
 
 
 class AgentSession:
-    """One session: the URL and key for the agent, and how it is sealed."""
+    """One session: the URL and key for the agent, and the calls that seal and delete it."""
 
     def __init__(self, http: aiohttp.ClientSession, base_url: str, secret: str, control_secret: str) -> None:
         self.base_url = base_url
         self.secret = secret
-        """for chats; the agent does not get the other one"""
+        """Key for chats. The agent does not get the other key."""
         self.control_secret = control_secret
         self._http = http
         self._url = base_url.removesuffix("/v1")
@@ -59,7 +60,8 @@ class AgentSession:
     async def seal(
         self, error: str, turn_rewards: Sequence[float] | None = None, spans: Sequence[TimedSpan] = ()
     ) -> tuple[Sealed, PostedScore]:
-        """The recorded rollout, and the score that was posted. NothingToTrain if the agent sent no request."""
+        """Return the recorded rollout and the posted score. Raise NothingToTrain if the agent
+        sent no request."""
         rewards = {} if turn_rewards is None else {"turn_rewards": turn_rewards}
         body = orjson.dumps({"error": error[:ERROR_CHARACTERS], **rewards, "spans": [*map(tuple, spans)]})
         for attempt in range(1, SEAL_ATTEMPTS + 1):
@@ -82,7 +84,7 @@ class AgentSession:
         raise AssertionError("the last attempt returned or raised")
 
     async def delete(self) -> None:
-        """Failures are logged; the session then expires at the server."""
+        """Delete the session. Failures are logged; the session then expires at the server."""
         try:
             async with (
                 asyncio.timeout(DELETE_S),
@@ -117,7 +119,8 @@ class SessionServers:
 
     @contextlib.asynccontextmanager
     async def session(self, request: Mapping[str, Any]) -> AsyncIterator[AgentSession]:
-        """Create a session and delete it at the end, also on cancellation. Its sealed files remain."""
+        """Create a session and delete it at the end, even on cancellation. Its sealed files
+        remain."""
         creating = asyncio.create_task(self._create(request))
         try:
             server, session = await asyncio.shield(creating)

@@ -1,7 +1,8 @@
 """The policy of one rollout: each chat is sent to the engine and recorded in the rollout's session.
 
-Enforces the limits on turns and context, and on chats at a time. Shares with the session server how a turn is made: the
-prompt's tokens (`prompt_of`), a message decoded by the renderer, the adapter to ask for, and the metadata.
+It enforces the limits on turns, context and concurrent chats. The session server makes turns
+with the same functions: the prompt's tokens (`prompt_of`), the rendered message, the adapter's
+name and the metadata.
 """
 
 import contextlib
@@ -65,7 +66,7 @@ from headpond.turn import (
 
 TEMPLATE_VALUES = "chat_template_kwargs"
 Exchanged = Response[tuple[Turn, Message | None]]
-"""A response, read; without a message from token-in/token-out."""
+"""A response that has been read. Token-in/token-out responses have no message."""
 
 
 class RecordedPolicy:
@@ -94,9 +95,9 @@ class RecordedPolicy:
         self.failures = 0
         """Failed attempts that were retried."""
         self.aborts = 0
-        """Answers that the engine aborted: continued, or asked for again."""
+        """Completions that the engine aborted. They were continued, or requested again."""
         self.usage = Usage()
-        """Of the replicas."""
+        """Use of each replica."""
         self._engine_failed = False
         self._recorded_tokens = 0
 
@@ -109,7 +110,8 @@ class RecordedPolicy:
         train: bool = True,
         **sampling: Any,
     ) -> Completion:
-        """One turn. `train=False` excludes the completion from the loss. Pass None to unset a sampling default."""
+        """Play one turn. `train=False` excludes the completion from the loss. Pass None to unset
+        a sampling default."""
         await self._session.place()
         if self._session.begun >= self._settings.max_turns:
             raise PolicyFailure(
@@ -145,19 +147,20 @@ class RecordedPolicy:
         )
 
     def discarded(self, error: BaseException) -> None:
-        """The rollout ends with `error`, and all of its tokens are thrown away. If the engine failed, they count as a
-        cost of the replica that had sampled them."""
+        """Count the cost of a rollout that ends with `error`: all of its tokens are thrown away.
+        If the engine failed, they count for the replica that had sampled them."""
         if self._last_replica and (self._engine_failed or isinstance(error, EngineUnreachable)):
             self.usage.lost(self._last_replica.url, self._recorded_tokens)
         if isinstance(error, HeadpondError):
             error.replica_uses = self.usage.by_replica
 
     def sample_ids(self) -> list[Ids]:
-        """The tokens of each sample so far: the layout of `Score.columns`."""
+        """Return the tokens of each sample so far: the layout of `Score.columns`."""
         return self._session.sample_ids()
 
     async def _send(self, prepared: Prepared, prompt: Prompt, sampling: Mapping[str, Any]) -> Exchanged:
-        """The engine's answer. An aborted one is continued if possible: the parts become one turn."""
+        """Return the engine's response. An aborted one is continued if possible: the parts
+        become one turn."""
         continues = can_continue(prompt, sampling)
         open_samples, route_format = prepared.open_samples, prepared.route_format
         arrival = prepared.arrival
@@ -166,22 +169,22 @@ class RecordedPolicy:
         continuations = 0
         while (turn := response.value[0]).aborted:
             self.aborts += 1
-            rest_sampling = remaining(sampling, len(turn.completion_ids))
-            if turn.truncated or rest_sampling is None:  # it has all the tokens that it may have
+            remaining_sampling = remaining(sampling, len(turn.completion_ids))
+            if turn.truncated or remaining_sampling is None:  # The completion has all its tokens.
                 whole = structs.replace(turn, aborted=False, finish_reason=HIT_MAX_TOKENS, message=None)
                 return replace(response, value=(whole, None))
             continuations += 1
             if continuations > MAX_CONTINUATIONS:
                 raise InfrastructureFailure(f"the engine aborted one completion {continuations} times: {KEEP}")
             sample = open_sample_of(turn, open_samples)
-            rest = await self._exchange(
+            continuation = await self._exchange(
                 continued_prompt(prompt, turn, sample),
-                self._seeded(rest_sampling, arrival, continuation=continuations),
+                self._seeded(remaining_sampling, arrival, continuation=continuations),
                 [sample],
                 turn.routes.format if turn.routes else route_format,
                 continues=True,
             )
-            response = _joined(response, rest)
+            response = _joined(response, continuation)
         return response
 
     async def _exchange(
@@ -207,6 +210,8 @@ class RecordedPolicy:
             routes_from=prompt.routes_from,
             max_seq_len=self._settings.max_seq_len,
             fields=self._fields,
+            # The engine's own message is not used with a renderer: one set of rules then reads tool
+            # calls and thoughts, and the message follows from the recorded tokens.
             renders=prompt.ids is not None,
             continues=continues,
         )
@@ -244,17 +249,17 @@ class RecordedPolicy:
         return {**sampling, "seed": self._turn_seed(arrival, continuation)} if self._settings.seeded else dict(sampling)
 
     def _turn_seed(self, arrival: int, continuation: int) -> int:
-        """Depends on the rollout and the number of the request, not on the attempt. A continuation must not draw what
-        its beginning drew."""
+        """Derive the seed from the rollout and the number of the request, not from the attempt.
+        A continuation must not draw the same numbers as its beginning."""
         text = f"{self._session.settings.rollout}/{arrival}{f'/{continuation}' if continuation else ''}"
         return xxhash.xxh3_64_intdigest(text.encode(), seed=self._seed & 0xFFFF_FFFF) & 0x7FFF_FFFF
 
 
-def count_use(usage: Usage, replica: Replica, before: Replica | None, turn: Turn, seconds: float) -> None:
-    """A conversation that left the replica `before` had its prompt computed again."""
+def count_use(usage: Usage, replica: Replica, previous: Replica | None, turn: Turn, seconds: float) -> None:
+    """Count a response. If the conversation left another replica, its prompt was computed again."""
     usage.answered(replica.url, tokens=len(turn.completion_ids), seconds=seconds)
-    if before not in (None, replica):
-        usage.lost(before.url, turn.prefix_tokens)
+    if previous not in (None, replica):
+        usage.lost(previous.url, turn.prefix_tokens)
 
 
 @contextlib.contextmanager
@@ -268,36 +273,37 @@ def _classified_failures() -> Generator[None]:
         raise InfrastructureFailure(str(error)) from error
 
 
-def _joined(first: Exchanged, rest: Exchanged) -> Exchanged:
-    """Parts that state no versions of their tokens are like one response: if their replica said the same before each,
-    what it says after the last decides. Otherwise, or if other weights may have been between them, theirs are a range.
-    """
-    turn, parts = joined(first.value[0], rest.value[0]), (first, rest)
+def _joined(first: Exchanged, last: Exchanged) -> Exchanged:
+    """Join two parts of one completion. They count as one response if one replica reported the
+    same version before each: its report after the last part then decides. Otherwise other
+    weights may have sampled between the parts, and the versions become a range."""
+    turn, parts = joined(first.value[0], last.value[0]), (first, last)
     stated = [part.value[0].version for part in parts if part.value[0].version is not None]
-    before = [part.version.version for part in parts]
-    exact = all(part.version.exact for part in parts) and len({*before, *stated}) == 1 and _same_server(first, rest)
+    reported = [part.version.version for part in parts]
+    exact = all(part.version.exact for part in parts) and len({*reported, *stated}) == 1 and _same_server(first, last)
     return replace(
-        rest,
-        value=(structs.replace(turn, version=rest.value[0].version if exact else max(before + stated)), None),
-        version=SaidVersion(min(before), exact=exact),
+        last,
+        value=(structs.replace(turn, version=last.value[0].version if exact else max(reported + stated)), None),
+        version=SaidVersion(min(reported), exact=exact),
     )
 
 
-def _same_server(first: Exchanged, rest: Exchanged) -> bool:
-    """One replica, which cannot have restarted in between: nothing has failed there since the first response."""
+def _same_server(first: Exchanged, last: Exchanged) -> bool:
+    """Return whether one replica sent both and cannot have restarted in between: no request
+    failed there since the first response."""
     since = first.answered_at
-    return first.replica is rest.replica and (since is None or first.replica.doubted_at < since)
+    return first.replica is last.replica and (since is None or first.replica.doubted_at < since)
 
 
 def _with_message(turn: Turn) -> tuple[Turn, Message | None]:
-    """The turn and its message, checked as far as environments rely on it. Empty fields are removed: not every engine
-    accepts them in the next request."""
+    """Return the turn and its message. The fields that environments rely on are checked. Empty
+    fields are removed: not every engine accepts them in the next request."""
     if turn.message is None:
         return turn, None
     decoded: Message = orjson.loads(turn.message)
-    given = {name: value for name, value in decoded.items() if value}
+    filled = {name: value for name, value in decoded.items() if value}
     content = None if decoded.get("tool_calls") else ""
-    message: Message = {"role": "assistant", "content": content, **given}
+    message: Message = {"role": "assistant", "content": content, **filled}
     for call in message.get("tool_calls") or []:
         function = call.get("function")
         if not isinstance(function, dict) or not all(
@@ -330,22 +336,23 @@ async def prompt_of(
     tools: Tools,
     fields: Mapping[str, Any],
 ) -> Prompt:
-    """The prompt of a request with these `fields`. With a renderer it has tokens: recorded ones are reused and only
-    appended messages are tokenized, unless the renderer cannot extend the previous turn."""
+    """Build the prompt of a request with these `fields`. A renderer adds token ids: recorded ids
+    are reused, and only appended messages are tokenized. A renderer that cannot extend the
+    previous turn tokenizes everything."""
     if renderer is None:
         return Prompt(messages=messages, tools=tools)
     values = fields.get(TEMPLATE_VALUES) or NO_VALUES
     if not isinstance(values, Mapping):
         raise BadRequest(f"{TEMPLATE_VALUES} must be an object")
     ids = await _prompt_ids(renderer, prepared, messages, tools, cast("TemplateValues", values))
-    kept = begins_with(ids, prepared.history_ids)
+    extends = begins_with(ids, prepared.history_ids)
     return Prompt(
         messages=messages,
         tools=tools,
         ids=ids,
         values=cast("TemplateValues", values),
-        routes_from=prepared.routes_from if kept else 0,
-        rewritten=not kept,
+        routes_from=prepared.routes_from if extends else 0,
+        rewritten=not extends,
     )
 
 
@@ -367,8 +374,9 @@ async def _prompt_ids(
 async def rendered_message(
     dialect: Dialect, prompt: Prompt, turn: Turn, *, number: int, fields: Mapping[str, Any]
 ) -> Message:
-    """The completion of a turn without a message (token-in/token-out), decoded by the renderer. The turn's number in
-    its session makes the ids of its tool calls unique there; `fields` are those of the request."""
+    """Decode a completion without a message (token-in/token-out) with the renderer. `number` is
+    the turn's in its session: it makes the ids of tool calls unique there. `fields` are those of
+    the request."""
     if dialect.renderer is None or prompt.ids is None:
         raise Upstream("the engine's response has no message, and there is no policy.renderer to make one")
     rendered = await dialect.renderer.message(
@@ -382,26 +390,30 @@ async def rendered_message(
 
 
 def _stopped(message: Message, stop: object) -> Message:
-    """The message without a string that ended it, and what its token has behind that."""
+    """Cut the message at the first stop string. The token that completed it may hold more text
+    behind it."""
     content, strings = message.get("content"), [stop] if isinstance(stop, str) else stop
     if not isinstance(content, str) or not isinstance(strings, list | tuple):
         return message
-    found = [content.find(each) for each in cast("Sequence[object]", strings) if isinstance(each, str) and each]
-    ends = [at for at in found if at >= 0]
+    positions = [
+        content.find(string) for string in cast("Sequence[object]", strings) if isinstance(string, str) and string
+    ]
+    ends = [at for at in positions if at >= 0]
     return {**message, "content": content[: min(ends)]} if ends else message
 
 
 async def named_adapter(
     dialect: Dialect, replicas: Replicas, model: str | None = None
 ) -> tuple[str | None, SaidVersion | None]:
-    """The model that a request names, and the version that this makes sure of; None where weights are not adapters.
-    `model` is what the caller names: another than the policy's is kept, and its version is known if the run has loaded
-    it. A request that names no adapter is answered by the model without one, also if the first was loaded meanwhile."""
+    """Return the model to name in a request, and the version that the name guarantees; None if
+    weights are not adapters. `model` is the caller's name: any but the policy's is passed on,
+    and its version is exact if the run has loaded it. The model without an adapter answers a
+    request that names none, even if the first adapter was loaded meanwhile."""
     policy, adapter_model = dialect.settings.model, dialect.control.adapter_model
     if model and model != policy:
         label = WeightLabel.parse(model.rpartition(":")[2])
-        known = replicas.has_loaded(label) and adapter_model(policy, label.text) == model
-        return model, SaidVersion(label.version if known else START_VERSION, exact=known) if replicas.lora else None
+        loaded = replicas.has_loaded(label) and adapter_model(policy, label.text) == model
+        return model, SaidVersion(label.version if loaded else START_VERSION, exact=loaded) if replicas.lora else None
     label = await replicas.adapter()
     if label is None:
         return None, SaidVersion(START_VERSION, exact=True) if replicas.lora else None
@@ -418,7 +430,8 @@ def turn_metadata(
     agent: str = "",
     completion_mask: Mask | None = None,
 ) -> TurnMetadata:
-    """`sampling` are the fields of the request; `request` took its time."""
+    """Build a turn's metadata. `sampling` holds the fields of the request, `request` its
+    duration."""
     temperature = sampling.get("temperature")
     return TurnMetadata(
         agent=agent,

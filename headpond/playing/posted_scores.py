@@ -1,4 +1,4 @@
-"""The score that a harness posts to a session, in place of the environment or beside it."""
+"""The score that a harness posts to a session, in place of the environment's score or beside it."""
 
 from collections.abc import Mapping
 from typing import Annotated
@@ -10,14 +10,14 @@ from headpond.errors import BadRequest, StageError
 
 Numbers = Mapping[str, float]
 TurnRewards = Annotated[tuple[float, ...], msgspec.Meta(max_length=100_000)]
-"""One for each recorded turn."""
+"""One reward for each recorded turn."""
 
 
 class PostedScore(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True, omit_defaults=True):
-    """Fields as in `Score`."""
+    """A posted score, with the fields of `Score`."""
 
     reward: float | None = None
-    """default: the sum of `rewards`"""
+    """Defaults to the sum of `rewards`."""
     rewards: Numbers = {}
     turn_rewards: TurnRewards | None = None
     agent_rewards: Numbers = {}
@@ -28,12 +28,12 @@ class PostedScore(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_on
         return self.reward is not None or bool(self.rewards)
 
     def check(self) -> None:
-        """Raises StageError if it is not a valid score."""
+        """Raise StageError if this is not a valid score."""
         _ = self.score
 
     @property
     def score(self) -> Score:
-        """Raises StageError if it is not a valid one."""
+        """The posted score, checked. Raises StageError if it is not valid."""
         reward = total(self.rewards) if self.reward is None else self.reward
         return checked_score(
             Score(
@@ -45,14 +45,14 @@ class PostedScore(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_on
             )
         )
 
-    def updated(self, later: "PostedScore") -> "PostedScore":
-        """What a later request says of the same name holds."""
+    def updated(self, post: "PostedScore") -> "PostedScore":
+        """Merge a later post: its values replace earlier ones of the same name."""
         return PostedScore(
-            reward=self.reward if later.reward is None else later.reward,
-            rewards={**self.rewards, **later.rewards},
-            turn_rewards=self.turn_rewards if later.turn_rewards is None else later.turn_rewards,
-            agent_rewards={**self.agent_rewards, **later.agent_rewards},
-            metrics={**self.metrics, **later.metrics},
+            reward=self.reward if post.reward is None else post.reward,
+            rewards={**self.rewards, **post.rewards},
+            turn_rewards=self.turn_rewards if post.turn_rewards is None else post.turn_rewards,
+            agent_rewards={**self.agent_rewards, **post.agent_rewards},
+            metrics={**self.metrics, **post.metrics},
         )
 
 
@@ -60,10 +60,10 @@ NOTHING_POSTED = PostedScore()
 POSTED = msgspec.json.Decoder(PostedScore)
 
 
-def read_posted(body: bytes, before: PostedScore) -> PostedScore:
-    """The body of a request, and what was posted before it. Raises BadRequest."""
+def read_posted(body: bytes, posted_earlier: PostedScore) -> PostedScore:
+    """Decode the body of a request and merge it into the earlier posts. Raise BadRequest."""
     try:
-        posted = before.updated(POSTED.decode(body or b"{}"))
+        posted = posted_earlier.updated(POSTED.decode(body or b"{}"))
         posted.check()
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"the score cannot be read: {error}") from None
@@ -73,8 +73,8 @@ def read_posted(body: bytes, before: PostedScore) -> PostedScore:
 
 
 def completed(returned: Score | None, posted: PostedScore) -> Score:
-    """The score of a rollout: what its environment returned holds, and what was posted besides is added. StageError if
-    neither has a reward, or both together exceed the limits of a score."""
+    """Merge the environment's score and the posted one; the environment's values win. Raise
+    StageError if neither has a reward, or both together exceed the limits of a score."""
     if returned is None and not posted.rewarded:
         raise StageError(
             "the environment returned None, and no reward was posted to policy.rewards_url: return a Score, or post one"

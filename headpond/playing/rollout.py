@@ -1,7 +1,7 @@
 """One rollout from its example to its files, and the scores of a finished group.
 
-A rollout that fails because of the policy is a result; every other failure is raised. Unless a result is returned, no
-files of the rollout remain in the store.
+A rollout that fails because of the policy is a result; every other failure is raised. No files
+of a rollout remain in the store unless a result is returned.
 """
 
 import asyncio
@@ -61,32 +61,33 @@ class Attempt:
     execution: str
     seed: int
     timeout_s: float
-    """After this the rollout ends with the turns it has, as a failure of the policy."""
+    """Time limit. The rollout then ends with the turns that it has, as a failure of the policy."""
     orders: Orders = NO_ORDERS
-    """What the run asks of the engine's replicas."""
+    """The run's requirements on the engine's replicas."""
 
     @property
     def key(self) -> str:
-        """Directory of its files in the store, used by this execution only."""
+        """Directory of the rollout's files in the store. Only this execution uses it."""
         return ids.execution_directory(self.run, self.rollout, self.attempt, self.execution)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutStage:
-    """What the rollouts of a process share."""
+    """Resources and settings that the rollouts of a process share."""
 
     client: EngineClient
     store: Store
     settings: Policy
     dialect: Dialect
     sessions: SessionServers | None = None
-    """For external agents; None if no session server is configured."""
+    """Session servers for external agents; None if none is configured."""
     recording: Sessions = field(default_factory=Sessions)
-    """What holds for sessions in this process too: `echo`, `concurrency`, `when_busy`."""
+    """Settings of `[sessions]` that apply in this process too: `echo`, `concurrency`,
+    `when_busy`."""
     fields: tuple[TrainerField, ...] = ()
     """Declared fields for the trainer."""
     trained: bool = True
-    """Whether a field without a value and a default is an error."""
+    """True if a field without a value and a default is an error."""
 
 
 async def play(stage: RolloutStage, environment: LoadedEnvironment, example: int, attempt: Attempt) -> RolloutResult:
@@ -124,8 +125,9 @@ async def _play_and_seal(
     policy: RecordedPolicy,
     spans: Sequence[TimedSpan],
 ) -> RolloutResult:
-    """A rollout that fails because of the policy before its first turn has a result without files. It counts in the
-    group's baseline: playing it again would select among rollouts."""
+    """Play one rollout and seal its files. If the policy fails before the first turn, the result
+    has no files. It counts in the group's baseline: playing it again would select among
+    rollouts."""
     score, error = await _play_environment(environment, example, policy, stage.settings, attempt.timeout_s)
     assert score is not None, "only an external agent's score can be posted"
     if error and not session.turns:
@@ -140,8 +142,8 @@ async def _play_and_seal(
         turn_rewards=score.turn_rewards,
     )
     with error_boundary(StageError, f"environment {environment.name!r} left its rollout unfinished"):
-        after = stage.client.replicas.after
-        sealed = await session.seal(error=error or "", fields=fields, version_after=after, spans=spans)
+        version_after = stage.client.replicas.after
+        sealed = await session.seal(error=error or "", fields=fields, version_after=version_after, spans=spans)
     metrics = {
         "engine_s": policy.engine_s,
         "engine_failures": float(policy.failures),
@@ -153,7 +155,8 @@ async def _play_and_seal(
 async def _play_agent(
     stage: RolloutStage, environment: LoadedEnvironment, example: int, attempt: Attempt, spans: Sequence[TimedSpan]
 ) -> RolloutResult:
-    """An agent that sent no request has a result without files, whatever its score."""
+    """Play one rollout with an external agent. An agent that sent no request has a result
+    without files, whatever its score."""
     assert stage.sessions is not None, "checked when the environments were loaded"
     sampling = stage.settings.sampling.model_dump(exclude={"more"}, exclude_none=True) | stage.settings.sampling.more
     request = {
@@ -191,30 +194,30 @@ async def _play_agent(
 async def score_group(
     store: Store, environment: LoadedEnvironment, example: int, members: Sequence[RolloutResult]
 ) -> list[Score]:
-    """The scores of a group's rollouts, in their order, by an environment that scores them together."""
+    """Score a group's rollouts together, in their order, if the environment has `score_group`."""
     rollouts = [await in_file_thread(_read_played, store, member) for member in members]
-    what = f"environment {environment.name!r} could not score a group of example {example}"
+    label = f"environment {environment.name!r} could not score a group of example {example}"
     scorer = environment.environment
     if not isinstance(scorer, ScoresGroups):
-        raise StageError(f"{what}: it has no score_group")
+        raise StageError(f"{label}: it has no score_group")
 
     async def score() -> list[Score]:
         scored = scorer.score_group(environment.example(example), rollouts)
         scores = await scored if inspect.isawaitable(scored) else scored
         if len(scores) != len(members):
-            raise StageError(f"{what}: {len(scores)} scores for {len(members)} rollouts")
+            raise StageError(f"{label}: {len(scores)} scores for {len(members)} rollouts")
         checked = [checked_score(score) for score in scores]
         for name in ("columns", "turn_rewards", "agent_rewards"):
             if any(getattr(score, name) for score in checked):
-                raise StageError(f"{what}: Score.{name} is not supported in score_group: return it from rollout")
+                raise StageError(f"{label}: Score.{name} is not supported in score_group: return it from rollout")
         return checked
 
-    return await in_own_task(StageError, what, score)
+    return await in_own_task(StageError, label, score)
 
 
 @contextlib.asynccontextmanager
 async def _recording(stage: RolloutStage, attempt: Attempt) -> AsyncIterator[Session]:
-    """A session for one rollout, closed if the rollout fails."""
+    """Open a session for one rollout, and close it if the rollout fails."""
     engine = stage.client.settings
     settings = SessionSettings(
         session=attempt.execution,
@@ -240,13 +243,14 @@ async def _recording(stage: RolloutStage, attempt: Attempt) -> AsyncIterator[Ses
 async def _close(starting: asyncio.Task[Session]) -> None:
     await asyncio.wait([starting])
     if not starting.cancelled() and not starting.exception():
-        with contextlib.suppress(NotFound, OSError, BlobError):  # closed already, or its files are removed by `_sweep`
+        # The session is closed already, or `_sweep` removes its files.
+        with contextlib.suppress(NotFound, OSError, BlobError):
             await starting.result().close()
 
 
 async def _sweep(store: Store, key: str) -> None:
-    """Failures are only logged, so that they do not replace the rollout's own error. The orchestrator's sweep removes
-    what is left."""
+    """Remove the files of a failed rollout. Failures are only logged: they must not replace the
+    rollout's own error. The orchestrator's sweep removes leftovers."""
     try:
         await in_file_thread(store.sweep, key, named=())
     except (OSError, BlobError) as error:
@@ -260,9 +264,9 @@ async def _play_environment(
     settings: Policy,
     timeout_s: float,
 ) -> tuple[Score | None, str | None]:
-    """The score, and the policy's failure if the environment did not score it itself. No score if an external agent's
-    environment returns None: it is then posted to the session."""
-    what = f"environment {environment.name!r} failed at example {example}"
+    """Return the score, and the policy's failure if the environment did not score it itself. The
+    score is None if an external agent's environment returns None: the session then has it."""
+    label = f"environment {environment.name!r} failed at example {example}"
 
     async def play() -> Score | None:
         returned = await environment.environment.rollout(environment.example(example), policy)
@@ -274,13 +278,14 @@ async def _play_environment(
     try:
         async with limit:
             with timed("rollout"):
-                return await in_own_task(StageError, what, play), None
+                return await in_own_task(StageError, label, play), None
     except PolicyFailure as failure:
         error = str(failure)
     except (TimeoutError, asyncio.CancelledError):
-        if not limit.expired():  # cancelled by the worker
+        if not limit.expired():  # The worker cancelled it.
             raise
-        # Also when the environment ignored the time-out and was then cancelled: its rollout was too long before.
+        # The environment may have ignored the time-out until it was cancelled: its rollout was too
+        # long all the same.
         error = f"timeout: the rollout took longer than {timeout_s:g} s"
     return Score(reward=settings.policy_error_reward), error
 
@@ -318,12 +323,12 @@ def _result(
 
 
 def _bounded(agents: Mapping[str, int]) -> dict[str, int]:
-    """The first agents only, with names cut, to keep a reply small."""
+    """Limit a reply's size: only the first agents, with cut names."""
     return {name[:AGENT_CHARACTERS]: tokens for name, tokens in islice(agents.items(), AGENTS_LIMIT)}
 
 
 def _rounded(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Six digits, to keep a reply small."""
+    """Limit a reply's size: six digits."""
     return {name: float(f"{value:.6g}") for name, value in metrics.items()}
 
 
@@ -339,7 +344,7 @@ def _read_played(store: Store, member: RolloutResult) -> PlayedRollout:
 
 
 async def open_dialect(config: RunConfig) -> Dialect:
-    """The engine's dialect, with its renderer built before the first rollout."""
+    """Open the engine's dialect and build its renderer before the first rollout."""
     settings, place = config.policy.renderer, config.place_of("engine", "dialect")
     if settings is None:
         return await in_io_thread(dialect_of, config.engine, place=place)

@@ -1,4 +1,4 @@
-"""A child process in its own process group, its output in a file. It ends with its parent."""
+"""A child process in its own process group, with its output in a file. It ends with its parent."""
 
 import contextlib
 import os
@@ -23,11 +23,12 @@ BIN = Path(sys.executable).parent
 POLL_S = 0.02
 TAIL_BYTES = 4096
 LISTENING = re.compile(r"url=http://127\.0\.0\.1:(\d+)")
-LISTEN_S = 60.0  # for a server on a busy machine
+LISTEN_S = 60.0  # A server on a busy machine may take this long.
 
 
 class ChildProcess:
-    """Must be started from the main thread: the kernel kills the process when the thread that started it ends."""
+    """A process that must be started from the main thread. The kernel kills it when the thread
+    that started it ends."""
 
     def __init__(
         self,
@@ -40,17 +41,18 @@ class ChildProcess:
         cwd: Path | None = None,
         append: bool = False,
     ) -> None:
-        """The log is `directory/NAME.log`; without a directory, the output is this process's. `environment`: default is
-        this process's without HEADPOND_*."""
+        """Start the process. Its log is `directory/NAME.log`; without a directory it shares this
+        process's output. `environment` defaults to this process's without HEADPOND_*."""
         self.name = name
         self.log = directory / f"{name}.log" if directory else Path(os.devnull)
         launched = [sys.executable, "-I", "-S", "-c", LAUNCHER, str(os.getpid()), program(command[0]), *command[1:]]
         inherited = inherited_variables() if environment is None else environment
         self.mark = uuid.uuid4().hex
-        marks = {MARK: f"{self.mark} {inherited.get(MARK, '')}".strip()}  # those of the processes above it too
+        # The child also inherits the marks of the processes above it.
+        marks = {MARK: f"{self.mark} {inherited.get(MARK, '')}".strip()}
         with self.log.open("ab" if append else "wb") as log:
             self.log_start = log.tell()
-            """where this process's output begins"""
+            """Where this process's output begins in the log."""
             self._popen = subprocess.Popen(
                 launched,
                 cwd=cwd or directory,
@@ -58,7 +60,8 @@ class ChildProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log if directory else None,
                 stderr=subprocess.STDOUT if directory else None,
-                process_group=0,  # not a new session: the kernel first divides the cores between sessions
+                # Not a new session: the kernel divides the cores between sessions first.
+                process_group=0,
             )
         self.pid = self._popen.pid
 
@@ -68,7 +71,8 @@ class ChildProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """Negative for a signal. Does not reap the process, so that its CPU time can still be read."""
+        """Return the exit code, negative for a signal. The process is not reaped: its CPU time
+        can still be read."""
         if self._popen.returncode is not None:
             return self._popen.returncode
         info = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -89,7 +93,8 @@ class ChildProcess:
 
     @property
     def output_tail(self) -> str:
-        """The end of the output, from the beginning of a line; cheap, however long the log is."""
+        """Return the end of the output, from the beginning of a line. Cheap, however long the
+        log is."""
         with self.log.open("rb") as log:
             begin = max(self.log_start, log.seek(0, os.SEEK_END) - TAIL_BYTES)
             log.seek(begin)
@@ -97,7 +102,8 @@ class ChildProcess:
         return text if begin == self.log_start else text.partition("\n")[2]
 
     def wait_until(self, done: Callable[[], T], *, what: str, timeout_s: float) -> T:
-        """Poll `done` until it returns a true value, and return that. Raise `RunError` if the process ends first."""
+        """Poll `done` until it returns a true value, and return that value. Raise `RunError` if
+        the process ends first."""
         deadline = time.monotonic() + timeout_s
         while not (value := done()):
             if self.ended and not (value := done()):
@@ -110,7 +116,7 @@ class ChildProcess:
         return value
 
     def signal(self, signum: signal.Signals) -> None:
-        """To the process only: it ends its own children."""
+        """Signal only the process: it ends its own children."""
         if self._popen.returncode is None:
             os.kill(self.pid, signum)
 
@@ -120,7 +126,8 @@ class ChildProcess:
     def kill(self) -> None:
         """Send SIGKILL to the process and everything it started, and reap it."""
         if self._popen.returncode is None:
-            with contextlib.suppress(ProcessLookupError):  # it died before it had the group, or has left it
+            # The process died before it had the group, or has left it.
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
             self._popen.kill()
             self._popen.wait()
@@ -128,20 +135,21 @@ class ChildProcess:
 
 
 def program(name: str) -> str:
-    """Path of a command: installed beside this interpreter, or found on PATH."""
-    beside = BIN / name
-    found = str(beside) if beside.exists() else shutil.which(name)
-    if found is None:
+    """Return the path of a command that is installed beside this interpreter or on PATH."""
+    installed = BIN / name
+    path = str(installed) if installed.exists() else shutil.which(name)
+    if path is None:
         raise RunError(f"the program {name!r} was not found: install it, or write its path")
-    return found
+    return path
 
 
 class Guard:
-    """A child that kills the named processes and what they started when this process ends, also by SIGKILL, and then
-    removes a temporary directory for what they leave."""
+    """A child that cleans up when this process ends, even after SIGKILL. It kills the named
+    processes and their descendants, then removes a temporary directory."""
 
     def __init__(self) -> None:
-        # Not in the run directory: names of unix sockets below it may have 108 characters.
+        # Not in the run directory: the path of a unix socket may have at most 108 characters.
+        # The TMPDIR of Headpond's processes: a killed worker leaves files there.
         self.directory = Path(tempfile.mkdtemp(prefix="headpond-"))
         command = [sys.executable, "-I", "-S", "-c", GUARD, str(self.directory)]
         self._popen = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0, text=True)
@@ -150,11 +158,11 @@ class Guard:
         self._write(f"+{process.pid} {process.mark}")
 
     def remove(self, process: ChildProcess) -> None:
-        """Call it when its group is gone: the number may be given to another process."""
+        """Stop guarding a process whose group is gone: another process may get its number."""
         self._write(f"-{process.pid} {process.mark}")
 
     def close(self) -> None:
-        """Kill what is left of the groups."""
+        """Kill the processes left in the groups."""
         self._popen.communicate()
 
     def _write(self, line: str) -> None:

@@ -1,6 +1,7 @@
-"""Programs that run in children of Headpond, before or beside what they start.
+"""Programs that run in children of Headpond, before or beside other programs.
 
-They run in a process of their own: a `preexec_fn` would run Python in a fork of a process with threads.
+They are processes of their own: a `preexec_fn` would run Python in a fork of a process with
+threads.
 """
 
 import inspect
@@ -10,29 +11,30 @@ MARK = "STARTED_BY"
 
 
 def kill_marked(mark: str) -> None:
-    """Kill the processes whose MARK has this word: what has left its process group, such as torchrun's ranks.
+    """Kill the processes whose MARK has this word: some leave their process group, such as
+    torchrun's ranks.
 
-    Repeated until there is none, because one may fork meanwhile.
+    The search repeats until it finds none, because a process may fork meanwhile.
     """
     import os
     import signal
     from pathlib import Path
 
     for _ in range(8):
-        found = False
+        killed_any = False
         for path in Path("/proc").glob("[0-9]*"):
             try:
                 if mark.encode() in (path / "environ").read_bytes():
                     os.kill(int(path.name), signal.SIGKILL)
-                    found = True
+                    killed_any = True
             except OSError:
                 continue
-        if not found:
+        if not killed_any:
             return
 
 
-# Executes a program that ends with the process that starts it. The kernel sends the parent-death signal when the
-# *thread* that started the child ends, and none if it has ended before.
+# Runs a program that ends with the process that started it. The kernel sends the parent-death
+# signal when the *thread* that started the child ends. It sends none if that thread ended earlier.
 LAUNCHER = """
 import ctypes, os, sys
 PR_SET_PDEATHSIG, SIGKILL = 1, 9
@@ -42,9 +44,9 @@ if os.getppid() != int(sys.argv[1]):
     sys.exit("the parent ended before its program started")
 os.execv(sys.argv[2], sys.argv[2:])
 """
-# Kills the process groups and marked processes that its parent names (`+PGID MARK`, `-PGID MARK`, a line each) when the
-# parent ends in any way: the parent-death signal does not reach what the children have started. Then it removes the
-# directory of its argument.
+# Kills the named process groups and marked processes when the parent ends in any way. The
+# parent-death signal does not reach the descendants of children. Each input line is `+PGID MARK` or
+# `-PGID MARK`. The directory in the argument is removed last.
 GUARD = f"""
 import os, shutil, signal, sys
 {inspect.getsource(kill_marked)}

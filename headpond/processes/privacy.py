@@ -1,7 +1,8 @@
-"""Keeps a process's secrets from other processes of its user: the programs of agents run beside it.
+"""Hides a process's secrets from other processes of its user: agents' programs run beside it.
 
-Linux shows the environment that a process was started with to every process of the same user, in /proc/PID/environ,
-also after the variables were unset: the memory itself must be overwritten. Root sees everything.
+Linux shows a process's initial environment to every process of the same user, in
+/proc/PID/environ. Unsetting variables does not change it: the memory itself must be overwritten.
+Root sees everything.
 """
 
 import ctypes
@@ -11,18 +12,21 @@ from pathlib import Path
 from headpond.errors import RunError
 
 PR_SET_DUMPABLE = 4
-ENV_START, ENV_END = 47, 48  # of the fields behind the name in /proc/self/stat
+ENV_START, ENV_END = 47, 48  # Fields behind the name in /proc/self/stat.
 PREFIX = "HEADPOND_"
 
 
 def forbid_inspection() -> None:
-    """Hide memory, environment and descriptors of this process from processes of its user, and write no core dump."""
+    """Hide memory, environment and descriptors of this process from processes of its user. Write
+    no core dump."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
         raise RunError(f"prctl(PR_SET_DUMPABLE): {os.strerror(ctypes.get_errno())}")
 
 
+# Passing secrets by a file or a descriptor would change the commands that start workers.
 def forget_variables(prefix: str = PREFIX) -> None:
-    """Unset the variables with this prefix and overwrite them. Call it when the configuration has been read."""
+    """Unset the variables with this prefix and overwrite them. Call it after the configuration
+    is read."""
     for name in [name for name in os.environ if name.startswith(prefix)]:
         del os.environ[name]
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
@@ -34,5 +38,6 @@ def forget_variables(prefix: str = PREFIX) -> None:
 
 
 def inherited_variables() -> dict[str, str]:
-    """This process's environment without HEADPOND_*, for its children: URLs of Redis and engine contain passwords."""
+    """Return this process's environment without HEADPOND_*, for its children. URLs of Redis and
+    engine contain passwords."""
     return {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}

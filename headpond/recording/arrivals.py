@@ -1,8 +1,8 @@
-"""The requests of a session: the chats in flight, their numbers in the order of arrival, the recorded ones, and those
-of them whose answer no client has seen.
+"""The requests of a session. It counts chats in flight, numbers requests by arrival, and marks
+unseen answers.
 
-The number of a request decides its seed, and later its place among the samples. A request that is sent again because
-its chat failed, or because the process was killed, gets the number that it had.
+A request's number decides its seed, and later its place among the samples. A request that is sent
+again, after a failed chat or a killed process, keeps its number.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from headpond.errors import Busy
 
 BUSY = "session already has an in-flight chat completion"
 MAX_QUEUED = 256
-"""Chats that wait for a free place. An agent that starts more at once is refused."""
+"""Chats that may wait for a free place. An agent that starts more at once is refused."""
 MAX_LOST = 64
 """Numbers of failed requests that are kept for their retries: more than chats in flight at one time."""
 DIGEST_BYTES = 16
@@ -25,7 +25,7 @@ class Claim:
     """A place for one chat."""
 
     arrival: int | None = None
-    """Number of its request, once it is known."""
+    """Number of its request, once it has arrived."""
     request: bytes = b""
     """Digest of the request."""
     turn: int | None = None
@@ -74,7 +74,7 @@ class Arrivals:
 
     @contextlib.contextmanager
     def claim(self) -> Generator[Claim]:
-        """Busy if there is no place."""
+        """Claim a place for one chat. Busy if there is none."""
         if self.full:
             raise Busy(BUSY)
         claim = Claim()
@@ -88,11 +88,11 @@ class Arrivals:
             self._wake()
 
     def arrive(self, claim: Claim, request: bytes) -> int:
-        """The number of the claim's request."""
+        """Number the claim's request. A request that is sent again gets its lost number."""
         if claim.arrival is None:
             claim.request = request
-            again = [number for number, lost in self._lost.items() if request and lost == request]
-            claim.arrival = min(again, default=self._next())
+            sent_again = [number for number, lost in self._lost.items() if request and lost == request]
+            claim.arrival = min(sent_again, default=self._next())
             self._lost.pop(claim.arrival, None)
         return claim.arrival
 
@@ -100,26 +100,26 @@ class Arrivals:
         return request in self._lost.values()
 
     def record(self, arrival: int) -> None:
-        """A turn with this number is recorded."""
+        """Note that a turn with this number is recorded."""
         self._last_recorded = max(self._last_recorded, arrival)
         self._lost.pop(arrival, None)
 
     def earlier(self, arrival: int) -> tuple[tuple[int, str], ...]:
-        """Requests with smaller numbers that are not recorded, for the log."""
+        """Requests with smaller numbers that are not recorded. The log keeps them."""
         claimed = [(claim.arrival, claim.request) for claim in self._claims if claim.arrival is not None]
-        known = [(number, request.hex()) for number, request in (*claimed, *self._lost.items()) if request]
-        return tuple(sorted(each for each in known if each[0] < arrival))
+        unrecorded = [(number, request.hex()) for number, request in (*claimed, *self._lost.items()) if request]
+        return tuple(sorted(entry for entry in unrecorded if entry[0] < arrival))
 
-    def recover(self, earlier: Iterable[tuple[int, str]], recorded: Iterable[int]) -> None:
-        """Continue from what the log says."""
+    def recover(self, unrecorded: Iterable[tuple[int, str]], recorded: Iterable[int]) -> None:
+        """Continue from the numbers that the log holds."""
         self._last_recorded = max(recorded, default=-1)
         numbers = set(recorded)
-        for number, request in earlier:
+        for number, request in unrecorded:
             if number not in numbers:
                 self._note_lost(number, bytes.fromhex(request))
 
     def end(self) -> None:
-        """Let waiting chats notice that the session has ended: no place becomes free for them."""
+        """Wake the waiting chats when the session has ended: no place becomes free for them."""
         self._queue = False
         while self._waiting:
             self._wake()
@@ -156,10 +156,10 @@ class RecordedRequests:
 
     def find(self, request: bytes, key: str, *, prefer: Set[int]) -> int | None:
         """The newest turn of this request with this key. Without a key, the newest one of `prefer` if there is any."""
-        found = list(self._turns(request))
+        turns = list(self._turns(request))
         if key:
-            return self._keys[key] if self._keys.get(key) in found else None
-        return max(prefer & set(found) or found, default=None)
+            return self._keys[key] if self._keys.get(key) in turns else None
+        return max(prefer & set(turns) or turns, default=None)
 
     def _turns(self, request: bytes) -> Iterable[int]:
         at = self._digests.find(request)
@@ -170,7 +170,7 @@ class RecordedRequests:
 
 
 class UnseenTurns:
-    """Turns whose answers no client has received as far as is known, and what of that the log does not have yet."""
+    """Turns whose answers no client is known to have received, and changes that the log lacks yet."""
 
     def __init__(self) -> None:
         self.turns: set[int] = set()

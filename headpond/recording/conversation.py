@@ -1,8 +1,9 @@
-"""The messages of a session as digests: which recorded turn a request continues, and what it may discard.
+"""The messages of a session as digests: which recorded turn a request continues, and which it may
+discard.
 
-A conversation keeps neither text nor tokens. Every recorded turn is a checkpoint; a request selects the one that it
-continues by repeating its messages. Answers behind the same messages and with the same meaning share a digest
-(`echoes.py`). `Prepared` is a request that is ready to be sent, with what is needed to read its response.
+A conversation keeps neither text nor tokens. Every recorded turn is a checkpoint; a request selects
+one by repeating its messages. Answers behind the same messages and with the same meaning share a
+digest (`echoes.py`). `Prepared` is a request that is ready to be sent.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,11 +19,12 @@ from headpond.recording.echoes import Echo, calls_alone, exact_form, is_text, me
 from headpond.turn import Ids, Message, OpenSample, RouteFormat
 
 NO_ARRIVAL = -1
-"""Of a request that is not recorded."""
+"""Arrival number of a request that is not recorded."""
 ANSWER = b"answer"
 """Separates digests of recorded answers from those of other messages."""
 MAX_ALIASES = 1024
-"""Recognised echoes that are remembered by their exact form: about 200 KB. A forgotten one is compared again."""
+"""Recognised echoes that are kept by their exact form: about 200 KB. A forgotten one is compared
+again."""
 
 
 class Mode(StrEnum):
@@ -47,9 +49,10 @@ class Checkpoint:
     echo: bytes = b""
     """Exact form of the parent's answer as the request repeated it."""
     calls: bytes = b""
-    """Digest with the calls of an answer whose text an echo may lack; empty: it has none, or no text."""
+    """Digest with the answer's calls alone: an echo may lack the text. Empty if there are no calls,
+    or no text."""
     twin: int = -1
-    """The turn committed last before this one with the same digest."""
+    """The last turn with the same digest that was committed before this one."""
     arrival: int = -1
     agent: str = ""
 
@@ -82,7 +85,7 @@ class DigestedMessages:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What is needed to send a request and to read its response."""
+    """The inputs for sending a request and for reading its response."""
 
     request: ConversationRequest
     arrival: int
@@ -96,16 +99,16 @@ class Prepared:
     open_turns: Mapping[int, OpenSample]
     """Turns that the response may extend."""
     route_format: RouteFormat
-    """For `read_turn`."""
+    """An argument of `read_turn`."""
 
     @property
     def open_samples(self) -> list[OpenSample]:
-        """For `read_turn`."""
+        """The open samples, as `read_turn` takes them."""
         return list(self.open_turns.values())
 
     @classmethod
     def unrecorded(cls, messages: DigestedMessages, route_format: RouteFormat) -> "Prepared":
-        """A request that is no part of the conversation."""
+        """A request that is not part of the conversation."""
         return cls(
             request=ConversationRequest(parent=START, appended=messages.messages, forms=messages.forms),
             arrival=NO_ARRIVAL,
@@ -134,7 +137,7 @@ class Conversation:
         self._append_roles = append_roles
         self._checkpoints: list[Checkpoint] = []
         self._last_at: dict[bytes, int] = {}
-        """Digest -> its turn committed last; `Checkpoint.twin` has the others."""
+        """Digest -> its turn committed last. `Checkpoint.twin` leads to the others."""
         self._answered: set[bytes] = set()
         """Digests of requests that have an answer."""
         self._aliases: dict[bytes, bytes] = {}
@@ -157,7 +160,7 @@ class Conversation:
         return path[::-1]
 
     def parents(self) -> list[int]:
-        """The turn that each turn continues, -1 for none: the same for any order of commits."""
+        """The turn that each turn continues; -1 for none. The order of commits does not change it."""
         return [self._parent(checkpoint).turn for checkpoint in self._checkpoints]
 
     def current(self) -> list[int]:
@@ -170,8 +173,11 @@ class Conversation:
         return len({self._checkpoints[turn].digest for turn in turns})
 
     def prepare(self, messages: object, *, agent: str = "") -> ConversationRequest:
-        """Validate a request against the conversation: BadRequest if the messages are malformed, or diverge in linear
-        mode. Changes nothing but the memory of recognised echoes."""
+        """Validate a request against the conversation. BadRequest if the messages are malformed, or
+        diverge in linear mode.
+
+        Only the memory of recognised echoes changes.
+        """
         digested = messages if isinstance(messages, DigestedMessages) else digest_messages(messages, self.echo)
         chain = self._chain(digested)
         if self._mode is Mode.OPEN:
@@ -195,24 +201,24 @@ class Conversation:
     def checkpoint_after(
         self, request: ConversationRequest, answer: Message, *, arrival: int | None = None, agent: str = ""
     ) -> Checkpoint:
-        """The checkpoint of `request` with its answer, to be added by `commit`. No side effects."""
+        """The checkpoint of `request` with its answer. `commit` adds it later. No side effects."""
         arrival = self.turns if arrival is None else arrival
         parent = self._twin(request.parent, arrival, request.echo)
-        before = parent.digest
-        for each in request.forms:
-            before = _digest(before, each)
+        request_digest = parent.digest
+        for appended_form in request.forms:
+            request_digest = _digest(request_digest, appended_form)
         form = exact_form(answer, self.echo)
-        digest = _digest(before, form if self.echo is Echo.EXACT else ANSWER + meaning(answer))
+        digest = _digest(request_digest, form if self.echo is Echo.EXACT else ANSWER + meaning(answer))
         calls = calls_alone(answer)
         return Checkpoint(
             turn=self.turns,
             parent=parent.turn,
             messages=parent.messages + len(request.appended) + 1,
             digest=digest,
-            request_digest=before,
+            request_digest=request_digest,
             answer=form,
             echo=parent.answer if request.echo == parent.answer else request.echo,
-            calls=_digest(before, ANSWER + calls) if calls else b"",
+            calls=_digest(request_digest, ANSWER + calls) if calls else b"",
             twin=self._last_at.get(digest, -1),
             arrival=arrival,
             agent=agent,
@@ -237,20 +243,20 @@ class Conversation:
         return self._twin(self._checkpoint(checkpoint.parent), checkpoint.arrival, checkpoint.echo)
 
     def _chain(self, digested: DigestedMessages) -> list[bytes]:
-        """For each message, the digest of it and all before it."""
-        chain, before = list[bytes](), b""
+        """The digest of each message and all before it."""
+        chain, digest = list[bytes](), b""
         for message, form in zip(digested.messages, digested.forms, strict=True):
-            before = self._after(before, message, form)
-            chain.append(before)
+            digest = self._after(digest, message, form)
+            chain.append(digest)
         return chain
 
-    def _after(self, before: bytes, message: Message, form: bytes) -> bytes:
-        plain = _digest(before, form)
-        if self.echo is Echo.EXACT or message["role"] != "assistant" or before not in self._answered:
+    def _after(self, prefix: bytes, message: Message, form: bytes) -> bytes:
+        plain = _digest(prefix, form)
+        if self.echo is Echo.EXACT or message["role"] != "assistant" or prefix not in self._answered:
             return plain
-        if (known := self._aliases.get(plain)) is not None:
-            return known
-        answer = _digest(before, ANSWER + meaning(message))
+        if (alias := self._aliases.get(plain)) is not None:
+            return alias
+        answer = _digest(prefix, ANSWER + meaning(message))
         answer = answer if answer in self._last_at else self._calls.get(answer)
         if answer is None:
             return plain
@@ -273,14 +279,14 @@ class Conversation:
             return self._deepest(chain, digested)
         first, last = (self._checkpoints[turn] for turn in self._agents[agent])
         if len(chain) >= last.messages and (turn := self._last_at.get(chain[last.messages - 1])) is not None:
-            found = self._checkpoints[turn]
-            if found.request_digest == last.request_digest:  # the last answer, or another one to the same request
-                return self._twin(found, None, digested.forms[last.messages - 1])
-        before = self._parent(last)
-        if before is START and _repeats(chain, first.messages - 1, first.request_digest):
+            repeated = self._checkpoints[turn]
+            if repeated.request_digest == last.request_digest:  # the last answer, or another one to the same request
+                return self._twin(repeated, None, digested.forms[last.messages - 1])
+        previous = self._parent(last)
+        if previous is START and _repeats(chain, first.messages - 1, first.request_digest):
             return START
-        if before is not START and _repeats(chain, before.messages, before.digest):
-            return self._twin(before, None, digested.forms[before.messages - 1])
+        if previous is not START and _repeats(chain, previous.messages, previous.digest):
+            return self._twin(previous, None, digested.forms[previous.messages - 1])
         raise BadRequest(
             f"the request's messages diverge from the recorded conversation of {last.messages} before its last two "
             "answers: at most one generated message may be discarded; start another session, or use mode open"
@@ -294,12 +300,14 @@ class Conversation:
             turn = self._checkpoints[turn].twin
 
     def _twin(self, checkpoint: Checkpoint, arrival: int | None, echo: bytes) -> Checkpoint:
-        """Of answers with the same meaning, the one with the form of the echo; of these, the one that arrived last
-        before `arrival`."""
+        """The turn with the digest of `checkpoint` that arrived last before `arrival`.
+
+        Turns whose answer has the form of the echo come first.
+        """
         if checkpoint is START:
             return START
-        earlier = [each for each in self._twins(checkpoint) if arrival is None or each.arrival < arrival]
-        return max(earlier or [checkpoint], key=lambda each: (each.answer == echo, each.arrival))
+        candidates = [twin for twin in self._twins(checkpoint) if arrival is None or twin.arrival < arrival]
+        return max(candidates or [checkpoint], key=lambda twin: (twin.answer == echo, twin.arrival))
 
     def _repairs(self, parent: Checkpoint, digested: DigestedMessages) -> list[tuple[int, int]]:
         repairs: list[tuple[int, int]] = []
@@ -321,8 +329,8 @@ class Conversation:
             raise BadRequest("the request appends nothing to the recorded conversation: there is nothing to complete")
 
 
-def _digest(before: bytes, form: bytes) -> bytes:
-    return xxhash.xxh3_128_digest(before + form)
+def _digest(prefix: bytes, form: bytes) -> bytes:
+    return xxhash.xxh3_128_digest(prefix + form)
 
 
 def _repeats(chain: Sequence[bytes], messages: int, digest: bytes) -> bool:

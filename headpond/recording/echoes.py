@@ -1,7 +1,9 @@
-"""Echoes: assistant messages that come back with a request. Which of them are a recorded answer, and its restoration.
+"""Echoes: assistant messages that come back with a request. Recorded answers among them are
+recognised and restored.
 
-Two forms of a message: its exact form, and its meaning, which agents' frameworks keep when they return it: text up to
-white space, names and arguments of tool calls. Thoughts and call ids are no part of the meaning.
+A message has two forms. The exact form has every compared field. The meaning is text up to white
+space, and the names and arguments of tool calls: agents' frameworks keep these when they return a
+message. Thoughts and call ids are not part of it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +36,8 @@ MAX_SAFE_INTEGER = 2**53
 
 
 def exact_form(message: Message, echo: Echo) -> bytes:
-    """A digest of everything that is compared. The position of a tool call (`index`) is not: streams add it."""
+    """A digest of every compared field. The position of a tool call (`index`) is left out: streams
+    add it."""
     compared = {name: message[name] for name in FORMS[echo] if message.get(name)}
     if calls := compared.get("tool_calls"):
         compared["tool_calls"] = [_without_index(call) for call in calls] if isinstance(calls, list) else calls
@@ -42,19 +45,21 @@ def exact_form(message: Message, echo: Echo) -> bytes:
 
 
 def meaning(message: Message) -> bytes:
-    """A digest of an assistant message that its echo has too."""
+    """A digest of an assistant message that its echo shares."""
     calls = message.get("tool_calls")
     called = [_called(call) for call in cast("list[object]", calls)] if isinstance(calls, list) else [calls or None]
     return xxhash.xxh3_128_digest(orjson.dumps([_text(message.get("content")), called], option=orjson.OPT_SORT_KEYS))
 
 
 def calls_alone(message: Message) -> bytes | None:
-    """The meaning of an echo without the text beside its calls, which some frameworks drop; None: it is `meaning`."""
+    """The meaning without the text beside the calls, which some frameworks drop. None if it equals
+    `meaning`."""
     return meaning({**message, "content": None}) if message.get("tool_calls") and message.get("content") else None
 
 
 def restored(messages: Sequence[Message], answers: Mapping[int, Message]) -> list[Message]:
-    """The messages with recorded answers at the given positions. Tool messages behind one get its call ids."""
+    """The messages with recorded answers at the given positions. Tool messages behind an answer get
+    its call ids."""
     call_ids, with_answers = dict[Any, Any](), list[Message]()
     for position, message in enumerate(messages):
         if (answer := answers.get(position)) is not None:
@@ -78,7 +83,7 @@ def is_text(part: object, role: object) -> bool:
 
 
 def _sendable(answer: Message) -> Message:
-    """Without empty fields: not every engine accepts those that it sends itself."""
+    """The answer without empty fields: some engines reject those that they send themselves."""
     content = None if answer.get("tool_calls") else ""
     return {"role": "assistant", "content": content, **{name: value for name, value in answer.items() if value}}
 
@@ -91,8 +96,8 @@ def _without_index(call: object) -> object:
 
 def _call_ids(message: Message) -> list[Any]:
     calls = message.get("tool_calls")
-    given = cast("list[object]", calls) if isinstance(calls, list) else []
-    ids = [cast("dict[str, Any]", call).get("id") if isinstance(call, dict) else None for call in given]
+    listed = cast("list[object]", calls) if isinstance(calls, list) else []
+    ids = [cast("dict[str, Any]", call).get("id") if isinstance(call, dict) else None for call in listed]
     return [id if isinstance(id, str) else None for id in ids]
 
 
@@ -130,16 +135,18 @@ def _called(call: object) -> object:
             return call
 
 
-def _arguments(given: object) -> object:
-    """The arguments of a call as canonical JSON; none are an empty object. A policy may write text that is not JSON, or
-    nested too deeply for it."""
-    if given in (None, ""):
-        given = {}
+def _arguments(arguments: object) -> object:
+    """The arguments of a call as canonical JSON; absent ones are an empty object.
+
+    A policy may write text that is not JSON, or nested too deeply. Such text is compared as it is.
+    """
+    if arguments in (None, ""):
+        arguments = {}
     try:
-        value = orjson.loads(given) if isinstance(given, str) else given
+        value = orjson.loads(arguments) if isinstance(arguments, str) else arguments
         return orjson.dumps(_numbers(value), option=orjson.OPT_SORT_KEYS).decode()
     except (orjson.JSONDecodeError, orjson.JSONEncodeError, RecursionError):
-        return given
+        return arguments
 
 
 def _numbers(value: object) -> object:
@@ -148,8 +155,8 @@ def _numbers(value: object) -> object:
         case float() if value.is_integer() and abs(value) <= MAX_SAFE_INTEGER:
             return int(value)
         case dict():
-            return {name: _numbers(each) for name, each in cast("dict[str, object]", value).items()}
+            return {name: _numbers(item) for name, item in cast("dict[str, object]", value).items()}
         case list():
-            return [_numbers(each) for each in cast("list[object]", value)]
+            return [_numbers(item) for item in cast("list[object]", value)]
         case _:
             return value

@@ -1,5 +1,7 @@
-"""The samples of a rollout as the columns of the store, and the result of sealing a session: its blobs and numbers
-about them. The trainer's fields come from the rollout's score, or from what its turns carry."""
+"""The samples of a rollout as the columns of the store, and the result of sealing.
+
+The trainer's fields come from the rollout's score, or from its turns.
+"""
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
@@ -40,8 +42,12 @@ def columns_of(
     conversation: bytes = b"",
     spans: Sequence[TimedSpan] = (),
 ) -> Columns:
-    """Context has loss mask 0 and logprob 0, also where it is the completion of a turn that another sample has. The
-    loss mask of a turn that no client saw is 0; if the rollout ended in an error, it is 0 everywhere."""
+    """Convert the samples to columns. Context has loss mask 0 and logprob 0, even if another sample
+    trains on it.
+
+    A turn that no client saw has loss mask 0. If the rollout ended in an error, the mask is 0
+    everywhere.
+    """
     offsets = tree.offsets()
     input_ids, logprobs = np.empty(offsets[-1], np.int32), np.zeros(offsets[-1], np.float32)
     loss_mask = np.zeros(offsets[-1], np.uint8)
@@ -57,7 +63,7 @@ def columns_of(
                 mask = 1 if turn.completion_mask is None else turn.completion_mask
                 loss_mask[offset + turn.start : offset + turn.end] = mask
     support_ids, support_offsets = _support(tree, offsets)
-    own = [[tree.turns[number] for number in sample.turns] for sample in tree.samples]
+    turns_by_sample = [[tree.turns[number] for number in sample.turns] for sample in tree.samples]
     turns = _turn_table(tree, offsets, fields.turn_rewards)
     return Columns(
         rollout=rollout,
@@ -68,9 +74,9 @@ def columns_of(
         loss_mask=loss_mask,
         logprobs=logprobs,
         sample_offsets=offsets,
-        first_prompt_length=np.array([turns[0].start for turns in own], np.int32),
-        truncated=np.array([any(turn.truncated for turn in turns) for turns in own], np.uint8),
-        overlong_prompt=np.array([any(turn.overlong_prompt for turn in turns) for turns in own], np.uint8),
+        first_prompt_length=np.array([turns[0].start for turns in turns_by_sample], np.int32),
+        truncated=np.array([any(turn.truncated for turn in turns) for turns in turns_by_sample], np.uint8),
+        overlong_prompt=np.array([any(turn.overlong_prompt for turn in turns) for turns in turns_by_sample], np.uint8),
         parent=np.array([sample.parent for sample in tree.samples], np.int32),
         agent=np.array([turns.words["agent"].index(sample.agent) for sample in tree.samples], np.int32),
         turns=turns,
@@ -86,7 +92,7 @@ def columns_of(
 
 
 def routed_valid_of(tree: SampleTree) -> Mask:
-    """For each token, whether its routed row was received."""
+    """1 for each token whose routed row was received, else 0."""
     offsets = tree.offsets()
     valid = np.zeros(offsets[-1], np.uint8)
     for chunk in tree.chunks():
@@ -146,17 +152,20 @@ def _span_columns(tree: SampleTree, offsets: Offsets) -> dict[str, Array]:
 
 
 def field_columns(samples: SampleTree, values: FieldValues) -> FieldColumns:
-    """A field without any value has no column: the batch has its default there. StageError for a value that is wrong,
-    missing, or of a field that is not declared."""
+    """Convert the trainer's fields. A field without any value has no column: the batch has its
+    default there.
+
+    StageError for a value that is wrong, missing, or of a field that is not declared.
+    """
     _refuse_undeclared(values)
     by_token, by_sample = dict[str, Array](), dict[str, Array]()
-    for each in values.declared:
-        if each.source == "score":
-            column = _from_score(each, samples, values)
+    for declared in values.declared:
+        if declared.source == "score":
+            column = _from_score(declared, samples, values)
         else:
-            column = _from_turns(each, samples, values)
+            column = _from_turns(declared, samples, values)
         if column is not None:
-            (by_token if each.per == "token" else by_sample)[each.name] = column
+            (by_token if declared.per == "token" else by_sample)[declared.name] = column
     return FieldColumns(by_token=by_token, by_sample=by_sample, turn_rewards=_turn_rewards(samples, values))
 
 
@@ -172,9 +181,9 @@ def _turn_rewards(samples: SampleTree, values: FieldValues) -> Array | None:
 
 
 def _refuse_undeclared(values: FieldValues) -> None:
-    given = {"score": values.score.keys(), "turn": {name for turn in values.turns.values() for name in turn}}
-    for source, names in given.items():
-        declared = {each.name for each in values.declared if each.source == source}
+    present = {"score": values.score.keys(), "turn": {name for turn in values.turns.values() for name in turn}}
+    for source, names in present.items():
+        declared = {field.name for field in values.declared if field.source == source}
         if undeclared := sorted(names - declared):
             raise StageError(_undeclared(undeclared[0], source, values.declared))
 
@@ -182,13 +191,15 @@ def _refuse_undeclared(values: FieldValues) -> None:
 def _undeclared(name: str, source: str, declared: tuple[TrainerField, ...]) -> str:
     places = {"score": "Score.columns", "turn": "completion.fields"}
     where = f"{places[source]} has {name!r}, which is"
-    for each in declared:
-        if each.name == name:
+    for declared_field in declared:
+        if declared_field.name == name:
             return (
-                f'{where} declared with source = "{each.source}": set it in {places[each.source]}, or change '
-                f"{each.setting}.source"
+                f'{where} declared with source = "{declared_field.source}": set it in {places[declared_field.source]}, '
+                f"or change {declared_field.setting}.source"
             )
-    near = difflib.get_close_matches(name, [each.name for each in declared if each.source == source], n=1)
+    near = difflib.get_close_matches(
+        name, [declared_field.name for declared_field in declared if declared_field.source == source], n=1
+    )
     hint = f"did you mean {near[0]!r}? Else " if near else ""
     return f'{where} not declared: {hint}add [batch.fields.{name}] with source = "{source}"'
 
@@ -206,22 +217,22 @@ def _from_score(field: TrainerField, samples: SampleTree, values: FieldValues) -
 
 def _from_turns(field: TrainerField, samples: SampleTree, values: FieldValues) -> Array | None:
     """A token has the value of the turn that sampled it; a sample has that of its last turn with a value."""
-    offsets, found = samples.offsets(), False
+    offsets, has_values = samples.offsets(), False
     column = np.full(offsets[-1] if field.per == "token" else offsets.size - 1, field.filling, field.numpy_dtype)
     for number, turn in enumerate(samples.turns):
-        given = values.turns.get(turn.arrival, {}).get(field.name, turn.fields.get(field.name))
-        if given is None:
+        value = values.turns.get(turn.arrival, {}).get(field.name, turn.fields.get(field.name))
+        if value is None:
             if values.required and field.default is None and turn.completion_ids.size:
                 raise StageError(f"turn {number} has no field {field.name!r}: set it, or {field.setting}.default")
             continue
-        found = True
+        has_values = True
         if field.per == "token":
             first = offsets[samples.sample_of[number]]
-            converted = field.converted(given, f"turn {number}", length=len(turn.completion_ids))
+            converted = field.converted(value, f"turn {number}", length=len(turn.completion_ids))
             column[first + turn.start : first + turn.end] = converted
         else:
-            column[samples.sample_of[number]] = field.converted(given, f"turn {number}", length=None)
-    return column if found else None
+            column[samples.sample_of[number]] = field.converted(value, f"turn {number}", length=None)
+    return column if has_values else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +245,7 @@ class Sealed:
     sample_lengths: tuple[int, ...]
     turns: int
     prompt_tokens: int
-    """Of the turns that started a sample."""
+    """Prompt tokens of the turns that started a sample."""
     completion_tokens: int
     version_first: int
     """The lowest policy version that may have sampled one of its tokens."""
@@ -245,11 +256,11 @@ class Sealed:
     """Whether a limit of tokens ended the last turn."""
     metrics: Mapping[str, float]
     inexact_tokens: int = 0
-    """Completion tokens whose version is a range, or was not said by the engine."""
+    """Completion tokens whose version is a range, or was not reported by the engine."""
     agents: Mapping[str, int] = field(default_factory=dict[str, int])
     """Completion tokens of each agent that the environment named, in the order of their first turns."""
     replica_uses: Mapping[str, ReplicaUse] = field(default_factory=dict[str, ReplicaUse])
-    """What a session server's chats used of each replica of the engine."""
+    """Use of each replica of the engine by a session server's chats."""
 
 
 SaveSealed = Callable[[Sealed], None]

@@ -1,8 +1,8 @@
-"""Turns -> samples: a turn extends the sample of the turn that it continues, or branches off and starts a new one.
+"""Turns -> samples: a turn extends the sample of the turn that it continues, or starts a new one.
 
-A pure function of the turns and the order in which their requests arrived. Of the turns that continue the same one, the
-first to arrive extends its sample. The others start samples that have the shared tokens as context, with the rows that
-were recorded for them.
+This is a pure function of the turns and the order in which their requests arrived. If several turns
+continue the same one, the first to arrive extends its sample. The others start samples with the
+shared tokens, and the rows recorded for them, as context.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,30 +17,30 @@ from headpond.store.experts import Chunk
 Offsets = NDArray[np.int64]
 NO_SAMPLE = -1
 ID_MARK = "#"
-"""Begins the name of an agent that is a random id."""
+"""First character of agent names that are random ids."""
 
 
 @dataclass(kw_only=True)
 class Sample:
     turns: list[int]
-    """Its own turns: those that are trained on in this sample."""
+    """Its own turns: this sample trains on them."""
     shared: list[int]
     """The turns of other samples that its first turn continues."""
     parent: int
-    """The sample that it branches off or follows; -1 for none."""
+    """The sample that this one branches off or follows; -1 for none."""
     agent: str
     broken_at: int | None
-    """The position at which its first prompt differs from the sequence that its agent had before."""
+    """The position at which its first prompt differs from its agent's previous sequence."""
 
 
 @dataclass(kw_only=True)
 class SampleTree:
     turns: list[TurnDelta]
-    """In the order of arrival: indices below are positions in this list."""
+    """The turns in the order of arrival. Indices below are positions in this list."""
     samples: list[Sample] = field(default_factory=list[Sample])
     sample_of: list[int] = field(default_factory=list[int])
     chunks_of: list[list[Chunk]] = field(default_factory=list[list[Chunk]])
-    """The routed rows of each turn that continue those of the turn before, for sample 0."""
+    """The routed rows that each turn adds to those of the turn before, as chunks of sample 0."""
     unseen: frozenset[int] = frozenset()
     """Turns whose answers no client saw: masked from the loss."""
     repaired_echoes: int = 0
@@ -71,18 +71,21 @@ class SampleTree:
         return tokens
 
     def inexact_tokens(self) -> int:
-        """Completion tokens whose version is a range, or was not said by the engine."""
+        """Completion tokens whose version is a range, or was not reported by the engine."""
         return sum(len(turn.completion_ids) for turn in self.turns if not turn.version_exact or turn.answered_at)
 
     def prompt_tokens(self) -> int:
-        """Of the turns that started a sample."""
+        """Prompt tokens of the turns that started a sample."""
         return sum(self.turns[sample.turns[0]].start for sample in self.samples)
 
     def metrics(self) -> dict[str, float]:
-        """Counts of samples, turns and prefix breaks, where the first break is, and how many tokens are repeated as
-        context because of breaks. `missing_routes` counts tokens without a row, except a sample's last, and
-        `absent_routes` the turns without any; both are omitted if no rows were requested or sent. `engine_s` is how
-        long the requests of the turns took together."""
+        """Counts of samples, turns and prefix breaks, and the position of the first break.
+        `wasted_tokens` are repeated as context because of breaks.
+
+        `missing_routes` counts tokens without a row, except a sample's last; `absent_routes` counts
+        turns without any. Both are omitted if no rows were requested or sent. `engine_s` is the
+        time that all requests of the turns took together.
+        """
         broken_at = [sample.broken_at for sample in self.samples if sample.broken_at is not None]
         rows, absent = sum(chunk.rows for chunk in self.chunks()), sum(turn.routes_absent for turn in self.turns)
         return {
@@ -103,8 +106,8 @@ class SampleTree:
         expected = 0
         for sample in self.samples:
             chunks = [chunk for turn in (*sample.shared, *sample.turns) for chunk in self.chunks_of[turn]]
-            until = chunks[-1].first + chunks[-1].rows if chunks else 0
-            expected += max(until, self.turns[sample.turns[-1]].end - 1)
+            rows_end = chunks[-1].first + chunks[-1].rows if chunks else 0
+            expected += max(rows_end, self.turns[sample.turns[-1]].end - 1)
         return expected
 
 
@@ -115,8 +118,11 @@ def sample_tree(
     unseen: frozenset[int] = frozenset(),
     repaired_echoes: int = 0,
 ) -> SampleTree:
-    """`parents` has the turn that each turn's messages continue, -1 for none; by default nothing is known of messages.
-    These and `unseen` number the turns by their commits."""
+    """Build the tree. `parents` has the turn that each turn's messages continue, -1 for none; empty
+    if no messages were recorded.
+
+    `parents` and `unseen` number the turns by their commits.
+    """
     order = samples.by_arrival()
     place = {turn: position for position, turn in enumerate(order)} | {NO_TURN: NO_TURN}
     tree = SampleTree(
@@ -128,19 +134,19 @@ def sample_tree(
     rows_before = np.cumsum([0, *(turn.rows for turn in samples.turns)]).tolist()
     continued = _continued(tree, samples, order, by_messages)
     extended, last_of, rows_until = set[int](), dict[str, int](), list[int]()
-    for position, (turn, before) in enumerate(zip(tree.turns, continued, strict=True)):
-        _place_rows(tree, turn, before, rows_until, rows_before[order[position]])
-        if before != NO_TURN and before not in extended:
-            extended.add(before)
-            tree.sample_of.append(tree.sample_of[before])
-            tree.samples[tree.sample_of[before]].turns.append(position)
+    for position, (turn, previous) in enumerate(zip(tree.turns, continued, strict=True)):
+        _place_rows(tree, turn, previous, rows_until, rows_before[order[position]])
+        if previous != NO_TURN and previous not in extended:
+            extended.add(previous)
+            tree.sample_of.append(tree.sample_of[previous])
+            tree.samples[tree.sample_of[previous]].turns.append(position)
         else:
             tree.sample_of.append(len(tree.samples))
             tree.samples.append(
                 Sample(
                     turns=[position],
-                    shared=_path(before, continued),
-                    parent=_parent(tree, before, by_messages[position], last_of, turn.agent),
+                    shared=_path(previous, continued),
+                    parent=_parent(tree, previous, by_messages[position], last_of, turn.agent),
                     agent=turn.agent,
                     broken_at=_broken_at(samples, order, position, last_of.get(turn.agent)),
                 )
@@ -150,7 +156,7 @@ def sample_tree(
 
 
 def _named(turns: Sequence[TurnDelta]) -> list[TurnDelta]:
-    """Agents that are known by a random id get a name by their order of arrival."""
+    """Name agents that have a random id by their order of arrival."""
     names: dict[str, str] = {}
     for turn in turns:
         if turn.agent.startswith(ID_MARK):
@@ -159,26 +165,30 @@ def _named(turns: Sequence[TurnDelta]) -> list[TurnDelta]:
 
 
 def _continued(tree: SampleTree, samples: Samples, order: Sequence[int], by_messages: Sequence[int]) -> list[int]:
-    """The turn that each one continues. Of turns with equal sequences, one that nothing continues yet; of these, the
-    one whose answer the request repeats, else the first to arrive."""
+    """The turn that each turn continues.
+
+    Among turns with equal sequences, one that nothing continues yet is chosen. Of these, the one
+    whose answer the request repeats is chosen, else the first to arrive.
+    """
     with_sequence: dict[tuple[int, int], list[int]] = {}
     taken, continued = set[int](), list[int]()
     for position, turn in enumerate(tree.turns):
-        before = NO_TURN
+        previous = NO_TURN
         if turn.base != NO_TURN:
             equal = with_sequence[turn.prefix_tokens, samples.digests[turn.base]]
-            candidates = [each for each in equal if each not in taken] or equal
-            before = by_messages[position] if by_messages[position] in candidates else candidates[0]
-            taken.add(before)
-        continued.append(before)
+            candidates = [candidate for candidate in equal if candidate not in taken] or equal
+            previous = by_messages[position] if by_messages[position] in candidates else candidates[0]
+            taken.add(previous)
+        continued.append(previous)
         with_sequence.setdefault((turn.end, samples.digests[order[position]]), []).append(position)
     return continued
 
 
-def _place_rows(tree: SampleTree, turn: TurnDelta, before: int, rows_until: list[int], row: int) -> None:
-    """Rows that the turn before has are not replaced by later copies: weights may have changed since."""
-    held = rows_until[before] if before != NO_TURN else 0
-    first_needed = held if held == turn.prefix_tokens else max(0, turn.prefix_tokens - 1)
+def _place_rows(tree: SampleTree, turn: TurnDelta, previous: int, rows_until: list[int], row: int) -> None:
+    """Place a turn's rows. Later copies do not replace rows of the turn before: weights may have
+    changed since."""
+    rows_end = rows_until[previous] if previous != NO_TURN else 0
+    first_needed = rows_end if rows_end == turn.prefix_tokens else max(0, turn.prefix_tokens - 1)
     chunks: list[Chunk] = []
     for first, rows in turn.chunks:
         skipped = min(rows, max(0, first_needed - first))
@@ -186,7 +196,7 @@ def _place_rows(tree: SampleTree, turn: TurnDelta, before: int, rows_until: list
             chunks.append(Chunk(sample=0, first=first + skipped, rows=rows - skipped, row=row + skipped))
         row += rows
     tree.chunks_of.append(chunks)
-    rows_until.append(chunks[-1].first + chunks[-1].rows if chunks else held)
+    rows_until.append(chunks[-1].first + chunks[-1].rows if chunks else rows_end)
 
 
 def _path(turn: int, continued: Sequence[int]) -> list[int]:
@@ -197,20 +207,23 @@ def _path(turn: int, continued: Sequence[int]) -> list[int]:
     return path[::-1]
 
 
-def _parent(tree: SampleTree, before: int, by_messages: int, last_of: Mapping[str, int], agent: str) -> int:
-    """The sample of the turn that a new sample continues, by its tokens or its messages. Otherwise the one that its
-    agent used last, and for a new agent the one that the first agent used last."""
-    for turn in (before, by_messages, last_of.get(agent, NO_TURN), next(iter(last_of.values()), NO_TURN)):
+def _parent(tree: SampleTree, previous: int, by_messages: int, last_of: Mapping[str, int], agent: str) -> int:
+    """The sample of the turn that a new sample continues, by its tokens or its messages.
+
+    Otherwise it is the sample that its agent used last. A new agent gets the first agent's last
+    one.
+    """
+    for turn in (previous, by_messages, last_of.get(agent, NO_TURN), next(iter(last_of.values()), NO_TURN)):
         if turn != NO_TURN:
             return tree.sample_of[turn]
     return NO_SAMPLE
 
 
-def _broken_at(samples: Samples, order: Sequence[int], position: int, before: int | None) -> int | None:
-    if before is None:
+def _broken_at(samples: Samples, order: Sequence[int], position: int, previous: int | None) -> int | None:
+    if previous is None:
         return None
     turn = samples.turns[order[position]]
     prompt = samples.ids(order[position])[: turn.start]
-    held = samples.ids(order[before])[: len(prompt)]
-    differs = held != prompt[: len(held)]
-    return int(np.argmax(differs)) if differs.any() else len(held)
+    recorded = samples.ids(order[previous])[: len(prompt)]
+    differs = recorded != prompt[: len(recorded)]
+    return int(np.argmax(differs)) if differs.any() else len(recorded)

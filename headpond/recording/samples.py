@@ -1,8 +1,8 @@
-"""The turns of a rollout, and which earlier turn the prompt of each continues, token by token.
+"""The turns of a rollout, and the earlier turn that the prompt of each continues, token by token.
 
-Only what a turn adds is kept; its routed rows are written to the experts file. Which sample a turn belongs to is
-decided at sealing (`sample_tree.py`), by what is kept here and by the order in which the requests arrived: not by the
-order in which their turns were committed.
+Memory keeps only a turn's additions; its routed rows are written to the experts file. Sealing
+decides which sample a turn belongs to (`sample_tree.py`). It uses these additions and the order in
+which the requests arrived, not the order of commits.
 """
 
 from bisect import bisect_right, insort
@@ -33,13 +33,14 @@ NO_TURN = -1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnDelta:
-    """What a turn adds to the sequence that its prompt begins with. Its routed rows are in the experts file."""
+    """A turn's additions to the sequence that its prompt begins with. Its routed rows are in the
+    experts file."""
 
     arrival: int
     """Number of its request in the session."""
     base: int
-    """The turn with the longest sequence, prompt and completion, that the prompt begins with, of those whose requests
-    arrived earlier; -1 for none."""
+    """The earlier-arrived turn with the longest sequence, prompt and completion, that the prompt
+    begins with; -1 for none."""
     prefix_tokens: int
     """Length of that sequence."""
     prompt_ids: Ids
@@ -63,19 +64,19 @@ class TurnDelta:
     matches: int
     """Number of open samples that the prompt began with."""
     unknown_logprobs: int = 0
-    """Completion tokens without a logprob: masked."""
+    """Completion tokens without a logprob. They are masked."""
     routes_absent: bool = False
     """Whether routed experts were requested and the response had none of the new rows."""
     fields: Mapping[str, Array] = field(default_factory=dict[str, Array])
-    """Fields for the trainer that the engine's response had: one number, or one per completion token."""
+    """The trainer's fields in the engine's response: one number, or one per completion token."""
     version_exact: bool = False
-    """Whether every token was sampled by `version_first`, or by the version that `version_spans` names."""
+    """Whether `version_first`, or the versions in `version_spans`, sampled every token."""
     version_spans: tuple[VersionSpan, ...] = ()
-    """If the response states several versions."""
+    """The spans of several versions, if the response states them."""
     answered_at: float | None = None
-    """As in `TurnMetadata`, until the version is settled."""
+    """`TurnMetadata.answered_at`; None once the version is settled."""
     begun_at: float = 0.0
-    """This and the next as in `TurnMetadata`."""
+    """`begun_at` and `seconds` are those of `TurnMetadata`."""
     seconds: float = 0.0
     support_ids: Ids | None = None
     """The tokens that each completion token was drawn from, one set after the other."""
@@ -103,7 +104,8 @@ class TurnDelta:
 
 
 class Samples:
-    """The turns of one rollout, in the order of their commits. Each extends the sequence of another or starts one."""
+    """The turns of one rollout, in the order of their commits. Each extends the sequence of another
+    or starts one."""
 
     def __init__(self, *, max_samples: int | None = None) -> None:
         self.turns: list[TurnDelta] = []
@@ -112,23 +114,26 @@ class Samples:
         self.repaired: set[int] = set()
         """Turns whose answers came back in another form."""
         self.digests: list[int] = []
-        """Of the whole sequence of each turn."""
+        """Digest of each turn's whole sequence."""
         self._ends: list[tuple[int, int]] = []
         """Length of each turn's sequence, and the turn; sorted."""
         self._open: dict[int, Fingerprint] = {}
-        """Turns that none extends."""
+        """Turns that no other turn extends."""
         self._extended: set[int] = set()
         self._max_samples = max_samples
 
     def open_samples(self) -> dict[int, OpenSample]:
-        """Turns that none extends; their order is that of `read_turn`'s argument."""
+        """Turns that no other turn extends, in the order of `read_turn`'s argument."""
         return {turn: _open_sample(sequence) for turn, sequence in self._open.items()}
 
     def place(
         self, turn: Turn, metadata: TurnMetadata, *, arrival: int, read_with: Mapping[int, OpenSample]
     ) -> tuple[TurnDelta, list[Rows]]:
-        """What the turn will add, and the rows of its chunks. It was read with the open samples `read_with`, and is
-        compared with all turns of earlier requests that were committed since. No side effects."""
+        """The turn's additions, and the rows of its chunks. No side effects.
+
+        The turn was read with the open samples `read_with`. Here it is compared with all turns of
+        earlier requests that were committed since.
+        """
         base = self._base(turn, arrival, read_with)
         prefix_tokens = self.turns[base].end if base != NO_TURN else 0
         if base == NO_TURN or base in self._extended:
@@ -164,7 +169,8 @@ class Samples:
         return delta, [rows for _, rows in runs]
 
     def add(self, delta: TurnDelta, sequence: Fingerprint | None = None) -> None:
-        """`sequence` is the fingerprint of prompt and completion, if it is already computed."""
+        """Add a turn. `sequence` is the fingerprint of prompt and completion, if it is already
+        computed."""
         index = len(self.turns)
         sequence = sequence or self._sequence_after(delta)
         self.turns.append(delta)
@@ -177,18 +183,19 @@ class Samples:
             self._open[index] = sequence
 
     def unsettled(self) -> list[int]:
-        """Turns whose version depends on what their replica says after the response."""
+        """Turns whose version depends on their replica's report after the response."""
         return [index for index, turn in enumerate(self.turns) if turn.answered_at is not None]
 
-    def settle_version(self, index: int, after: SaidVersion | None) -> None:
-        """`after` is what the turn's replica said after its response; None if it said nothing."""
+    def settle_version(self, index: int, report: SaidVersion | None) -> None:
+        """Settle a turn's version. `report` is its replica's statement after the response; None if
+        there was none."""
         turn = self.turns[index]
-        versions = {turn.version_first, turn.version_last, after.version if after else turn.version_first}
+        versions = {turn.version_first, turn.version_last, report.version if report else turn.version_first}
         self.turns[index] = replace(
             turn,
             version_first=min(versions),
             version_last=max(versions),
-            version_exact=turn.version_exact and after is not None and after.exact and len(versions) == 1,
+            version_exact=turn.version_exact and report is not None and report.exact and len(versions) == 1,
             answered_at=None,
         )
 
@@ -202,8 +209,8 @@ class Samples:
         return np.concatenate(parts[::-1]) if parts else np.empty(0, np.int32)
 
     def history(self, turn: int) -> tuple[Ids, int, int]:
-        """Prompt and completion of a turn, where its completion begins, and the first routed row that a request behind
-        it asks for."""
+        """The tokens of a turn, the position of its completion, and the first routed row that the
+        next request asks for."""
         ids = self.ids(turn)
         completion = len(self.turns[turn].completion_ids) if turn != NO_TURN else 0
         return ids, len(ids) - completion, max(0, len(ids) - 1)
@@ -227,71 +234,84 @@ class Samples:
         bounds = (max(1, prefix.tokens) - 1, turn.prompt_tokens)
         first, last = (bisect_right(self._ends, (tokens, len(self.turns))) for tokens in bounds)
         candidates = self._ends[first:last]
-        earlier = [(tokens, other) for tokens, other in candidates if self.turns[other].arrival < arrival]
-        if not earlier or all(other == base for _, other in earlier):
+        arrived_before = [(tokens, other) for tokens, other in candidates if self.turns[other].arrival < arrival]
+        if not arrived_before or all(other == base for _, other in arrived_before):
             return base
-        lengths = sorted({tokens - prefix.tokens for tokens, _ in earlier})
+        lengths = sorted({tokens - prefix.tokens for tokens, _ in arrived_before})
         digests = dict(zip(lengths, prefix.ids_digests(turn.prompt_ids, lengths), strict=True))
-        same = [(tokens, other) for tokens, other in earlier if self.digests[other] == digests[tokens - prefix.tokens]]
+        same = [
+            (tokens, other)
+            for tokens, other in arrived_before
+            if self.digests[other] == digests[tokens - prefix.tokens]
+        ]
         if not same:
             return base
-        most = same[-1][0]
-        ties = [other for tokens, other in same if tokens == most]
+        longest = same[-1][0]
+        ties = [other for tokens, other in same if tokens == longest]
         return min(ties, key=lambda other: (other in self._extended, self.turns[other].arrival))
 
     def _sequence_after(self, delta: TurnDelta) -> Fingerprint:
-        before = self._open.get(delta.base) or Fingerprint.of(self.ids(delta.base))
-        return before.extended(delta.prompt_ids, delta.completion_ids)
+        base_sequence = self._open.get(delta.base) or Fingerprint.of(self.ids(delta.base))
+        return base_sequence.extended(delta.prompt_ids, delta.completion_ids)
 
     def _extend_with_later(self, index: int) -> bool:
-        """Turns of later requests, committed before, whose prompts begin with the sequence of this one."""
-        turn, found = self.turns[index], False
-        for later, other in enumerate(self.turns[:index]):
+        """Rebase turns of later requests, committed before, whose prompts begin with the sequence
+        of this one.
+
+        Return whether there were any.
+        """
+        turn, extended = self.turns[index], False
+        for number, other in enumerate(self.turns[:index]):
             base_end = self.turns[other.base].end if other.base != NO_TURN else 0
             if other.arrival < turn.arrival or not base_end < turn.end <= other.start:
                 continue
-            if np.array_equal(self.ids(later)[: turn.end], self.ids(index)):
+            if np.array_equal(self.ids(number)[: turn.end], self.ids(index)):
                 shorter = other.prompt_ids[turn.end - base_end :].copy()
-                self.turns[later] = replace(other, base=index, prefix_tokens=turn.end, prompt_ids=shorter)
+                self.turns[number] = replace(other, base=index, prefix_tokens=turn.end, prompt_ids=shorter)
                 self._extended.add(index)
-                found = True
-        return found
+                extended = True
+        return extended
 
 
 def _open_sample(sequence: Fingerprint) -> OpenSample:
-    """The row of the last token is always needed: the response that sampled it normally has none."""
+    """An open sample that needs its last token's row: the response that sampled the token normally
+    has none."""
     return OpenSample(sequence=sequence, rows_from=max(0, sequence.tokens - 1))
 
 
 def _versions(turn: Turn, metadata: TurnMetadata) -> dict[str, Any]:
-    """A response that states the versions of its tokens is exact. One that states where it ended is, if the replica
-    said the same before."""
-    before = metadata.version
-    said = before.version, turn.version if turn.version is not None else before.version
+    """The versions of a turn. They are exact if the response states the versions of its tokens.
+
+    A version stated for the end of the response is exact if the replica reported the same one
+    before.
+    """
+    reported = metadata.version
+    versions = reported.version, turn.version if turn.version is not None else reported.version
     if turn.version_spans:
-        said = tuple(span.version for span in turn.version_spans)
+        versions = tuple(span.version for span in turn.version_spans)
     pending = not turn.version_spans and turn.version is None
     return {
-        "version_first": min(said),
-        "version_last": max(said),
-        "version_exact": bool(turn.version_spans) or (before.exact and len(set(said)) == 1),
+        "version_first": min(versions),
+        "version_last": max(versions),
+        "version_exact": bool(turn.version_spans) or (reported.exact and len(set(versions)) == 1),
         "version_spans": turn.version_spans if len(turn.version_spans) > 1 else (),
         "answered_at": metadata.answered_at if pending else None,
     }
 
 
-def _mask_of(turn: Turn, wanted: Mask | None) -> Mask | None:
-    """The tokens to train on: those that the caller wants and that the response has everything for."""
+def _mask_of(turn: Turn, requested: Mask | None) -> Mask | None:
+    """The tokens to train on: the caller wants them, and the response has all their values."""
     length = len(turn.completion_ids)
-    if wanted is not None and len(wanted) < length:
-        raise Invariant(f"a completion mask of {len(wanted)} entries for {length} tokens")
-    masks = [mask[:length] for mask in (wanted, turn.completion_mask) if mask is not None]
+    if requested is not None and len(requested) < length:
+        raise Invariant(f"a completion mask of {len(requested)} entries for {length} tokens")
+    masks = [mask[:length] for mask in (requested, turn.completion_mask) if mask is not None]
     return np.minimum.reduce(masks) if masks else None
 
 
-def _runs(routes: Routes, first: int, until: int) -> list[tuple[int, Rows]]:
-    """Consecutive valid rows between positions `first` and `until`, each run with the position of its first row."""
-    begin, end = max(0, first - routes.first), min(len(routes.rows), until - routes.first)
+def _runs(routes: Routes, first: int, stop_position: int) -> list[tuple[int, Rows]]:
+    """Runs of consecutive valid rows from position `first` up to `stop_position`, each with the
+    position of its first row."""
+    begin, end = max(0, first - routes.first), min(len(routes.rows), stop_position - routes.first)
     if end <= begin:
         return []
     if routes.valid is None:

@@ -1,7 +1,9 @@
-"""A session: one conversation with the policy, recorded turn by turn. Rollouts and the session server use it.
+"""A session: one conversation with the policy, recorded turn by turn. Rollouts and the session
+server use it.
 
-State changes only in synchronous functions on the loop's thread. Chats are in flight side by side; their commits are
-serial, under a lock that only commits use. Files are written in threads. A turn is in memory only if it is on disk.
+State changes only in synchronous functions on the loop's thread. Chats are in flight side by side;
+their commits are serial, under a lock that only commits use. Files are written in threads. A turn
+is in memory only if it is on disk.
 """
 
 import asyncio
@@ -42,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 NO_METADATA = TurnMetadata()
 VersionAfter = Callable[[str, int, float], Awaitable[SaidVersion | None]]
-"""Engine, version before the request, time of the response -> what the replica said after it (`Replicas.after`)."""
+"""(engine, version before the request, time of the response) -> the version after it (`Replicas.after`)."""
 
 
 class State(StrEnum):
@@ -93,8 +95,8 @@ class Session:
             session._samples.repaired.update(entry.repaired)
             session._unseen.add(turn, seen=entry.seen or turn in log.seen)
             session._requests.add(turn, entry.request, entry.key)
-        earlier = [each for entry in log.entries for each in entry.beside]
-        session._arrivals.recover(earlier, [entry.delta.arrival for entry in log.entries])
+        unrecorded = [number_and_digest for entry in log.entries for number_and_digest in entry.beside]
+        session._arrivals.recover(unrecorded, [entry.delta.arrival for entry in log.entries])
         return session
 
     @property
@@ -158,7 +160,7 @@ class Session:
 
     @contextlib.contextmanager
     def claim(self) -> Generator[Claim]:
-        """Claim a place for one chat, from before its request is read until it is committed. NotFound if the session
+        """Claim a place for one chat, before its request is read and until it is committed. NotFound if the session
         is closed, Busy if there is no place."""
         self._require_open()
         with self._arrivals.claim() as claim:
@@ -166,7 +168,7 @@ class Session:
 
     def prepare(self, claim: Claim, messages: object = None, *, agent: str = "", request_id: bytes = b"") -> Prepared:
         """Validate a request against the conversation, and number it. `messages` may be digested already; None for
-        token-in/token-out. By `request_id`, a digest, the request is recognised if it is sent again."""
+        token-in/token-out. `request_id` is a digest by which the request is recognised if it is sent again."""
         self._require_open()
         self._require_claim(claim)
         if messages is None:
@@ -204,9 +206,9 @@ class Session:
         seen: bool = True,
         key: str = "",
     ) -> bool:
-        """Record a turn; `claim.turn` is then its number. Returns False if the session was sealed or closed meanwhile.
-        Once started, it completes even if the caller is cancelled; on an error nothing of the turn remains. If the
-        answer is not yet `seen`, `see` follows. `key` is the request's idempotency key."""
+        """Record a turn; `claim.turn` is then its number. Returns False if the session was sealed or closed
+        meanwhile. Once started, it completes even if the caller is cancelled. On an error nothing of the turn
+        remains. If the answer is not yet `seen`, `see` follows. `key` is the request's idempotency key."""
         self._require_claim(claim)
         recording = asyncio.create_task(self._record(claim, prepared, turn, metadata, record, seen=seen, key=key))
         self._recordings.add(recording)
@@ -220,7 +222,7 @@ class Session:
         self._unseen.see(turn)
 
     async def save_seen(self) -> None:
-        """Write what `see` noted, unless a commit is writing, which does so itself or is followed by this again."""
+        """Write the turns that `see` noted. A commit that is writing includes them, or this is called after it."""
         if self._state is State.OPEN and self._unseen.unsaved and not self._commits.locked():
             await run_to_completion(asyncio.create_task(self._save_seen()))
 
@@ -229,13 +231,12 @@ class Session:
         return bool(self._unseen.unsaved) and not self._is_closed()
 
     def recorded_turn(self, request_id: bytes, key: str) -> int | None:
-        """The newest turn of an equal request with an equal idempotency key; without a key, one that no client saw
-        rather than one that was seen."""
+        """The newest turn of an equal request with an equal key. Without a key, unseen turns come first."""
         return self._requests.find(request_id, key, prefer=self._unseen.turns)
 
     @property
     def unseen_turns(self) -> int:
-        """Turns whose answers no client has, as far as is known."""
+        """Number of turns whose answers no client is known to have."""
         return len(self._unseen.turns.difference(self._conversation.parents()))
 
     def is_unseen(self, turn: int) -> bool:
@@ -260,12 +261,12 @@ class Session:
         return await in_file_thread(self._spool.messages, self._conversation.path_to(turn))
 
     def unrecorded(self, messages: DigestedMessages) -> Prepared:
-        """A request that is no part of the conversation: it gets no number and is not committed."""
+        """A request outside the conversation. It gets no number and is not committed."""
         return Prepared.unrecorded(messages, self._route_format)
 
     @property
     def chats_left_out(self) -> int:
-        """Chats whose records are kept, and that are no part of the recording."""
+        """Number of chats whose records are kept outside the recording."""
         return self._spool.chats_left_out
 
     async def leave_out(self, record: bytes) -> None:
@@ -287,10 +288,12 @@ class Session:
         spans: Sequence[TimedSpan] = (),
         save: SaveSealed = lambda _: None,
     ) -> Sealed:
-        """Write the blobs. Later calls return the same result; after a failure the session is open again.
+        """Write the blobs. Later calls return the same result; after a failure the session is open
+        again.
 
-        `version_after` settles versions that responses did not state; `spans` are what the rollout did beside its
-        turns. `save` gets the result in a thread, before the log goes away that could be sealed again after a kill.
+        `version_after` settles versions that responses did not state. `spans` are the rollout's
+        activities beside its turns. `save` gets the result in a thread, before the log is removed:
+        after a kill, that log could be sealed again.
         """
         if self._sealing is None:
             self._require_open()
@@ -360,7 +363,7 @@ class Session:
         seen: bool,
         key: str,
     ) -> tuple[LogEntry, list[Rows], Checkpoint]:
-        """What is written of a turn, matched with the turns that were committed since it was prepared."""
+        """The log entry of a turn, matched with the turns that were committed since it was prepared."""
         answer: Message = {"role": "assistant", **orjson.loads(turn.message)} if turn.message else {}
         request = prepared.request
         checkpoint = self._conversation.checkpoint_after(
@@ -407,7 +410,7 @@ class Session:
             raise
 
     def _write_blobs(self, error: str, fields: FieldValues, spans: Sequence[TimedSpan], save: SaveSealed) -> Sealed:
-        """In a thread: the turns of a sealed session do not change, and a tree of 128 samples takes milliseconds."""
+        """Write the blobs, in a thread: sealed turns do not change, and a tree of 128 samples takes milliseconds."""
         tree, order = self._tree(), self._samples.by_arrival()
         paths = [self._conversation.path_to(order[sample.turns[-1]]) for sample in tree.samples]
         columns, experts = self._spool.seal(tree, paths, error=error, fields=fields, spans=spans)

@@ -1,8 +1,9 @@
-"""The files of a session while it is recorded: the log of its turns, and the routed rows as a part of the later blob.
+"""The files of a session while it is recorded: the log of its turns, and the part with the routed
+rows.
 
-The columns blob is written from memory (`Samples`); the log holds the messages, and everything to recover a session.
-All methods block: call them in a thread, one at a time. A turn is written completely or not at all; its rows come
-first, so that the log never refers to missing rows.
+The columns blob is written from memory (`Samples`). The log holds the messages, and everything to
+recover a session. All methods block: call them in a thread, one at a time. A turn is written
+completely or not at all. Its rows come first, so that the log never refers to missing rows.
 """
 
 import os
@@ -43,7 +44,7 @@ from headpond.store.parts import GrowingFile, Part, mapped
 from headpond.store.tensors import Tensors
 from headpond.turn import Message, Rows
 
-LOG, ROWS = "log", "rows"  # suffixes of the temporary names, by which a later process finds the files
+LOG, ROWS = "log", "rows"  # suffixes of the temporary names; a later process finds the files by them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +58,9 @@ class SessionSettings:
     attempt: int
     mode: Mode = Mode.OPEN
     echo: Echo = Echo.RECOGNISED
-    """When an assistant message of a request is a recorded answer."""
+    """The rule that makes an assistant message a recorded answer."""
     concurrency: int = 1
-    """Most chats in flight."""
+    """Maximum number of chats in flight."""
     queue: bool = False
     """Whether further chats wait; otherwise they are refused."""
     append_roles: tuple[str, ...] = ("tool", "user")
@@ -96,13 +97,13 @@ class Spool:
         self.settings = settings
         self._log = log
         self._frames = array("q") if frames is None else frames
-        """Where each turn's frame begins in the log."""
+        """Offset of each turn's frame in the log."""
         self._left_out = array("q") if left_out is None else left_out
-        """Where the frame of each chat begins that is not part of the recording."""
+        """Offset of the frame of each chat outside the recording."""
         self._rows = rows
         self._rows_state = rows_state
         self._experts: BlobRef | None = None
-        """sealed, although sealing may have failed afterwards"""
+        """the sealed experts; sealing may have failed afterwards"""
 
     @classmethod
     def create(cls, store: Store, settings: SessionSettings) -> "Spool":
@@ -149,7 +150,7 @@ class Spool:
         self._rows_state = state
 
     def write_left_out(self, record: bytes) -> None:
-        """Write the record of a chat that is not part of the recording."""
+        """Write the record of a chat outside the recording."""
         begin = self._log.length
         self._log.append(*left_out_frame(record))
         self._left_out.append(begin)
@@ -216,12 +217,13 @@ class Spool:
         return [orjson.loads(body.arrays["answer"].tobytes()) for body in self._bodies(turns)]
 
     def messages(self, turns: Sequence[int]) -> list[Message]:
-        """The conversation of a path: what each turn's request appended, and its answer."""
+        """The conversation of a path: the messages that each turn's request appended, and its
+        answer."""
         parts = ((body.arrays["appended"].tobytes(), body.arrays["answer"].tobytes()) for body in self._bodies(turns))
         return [message for appended, answer in parts for message in (*orjson.loads(appended), orjson.loads(answer))]
 
     def left_out(self) -> list[bytes]:
-        """The records of chats that are not part of the recording."""
+        """The records of chats outside the recording."""
         return [body.arrays["record"].tobytes() for body in self._frames_at(self._left_out)]
 
     def discard(self) -> None:
@@ -236,10 +238,10 @@ class Spool:
     def _frames_at(self, places: Iterable[int]) -> Iterator[Tensors]:
         content = _mapped(self._log.path)
         for place in places:
-            found = next(frames(content, place), None)
-            if found is None:
+            frame_at = next(frames(content, place), None)
+            if frame_at is None:
                 raise BlobCorrupt(f"the log of the session at {self.settings.key} is damaged at byte {place}")
-            yield found[0]
+            yield frame_at[0]
 
     def _rows_part(self) -> Part:
         if self._rows is None:
@@ -248,9 +250,9 @@ class Spool:
         return self._rows
 
     def _append_rows(self, part: Part, rows: Sequence[Rows]) -> RowsState:
-        shape, dtype, before = rows[0].shape[1:], rows[0].dtype.name, self._rows_state
-        if before and (before.layers, before.topk, before.dtype) != (*shape, dtype):
-            raise Upstream(f"routed experts changed within a session: now {shape} {dtype}, before {before}")
+        shape, dtype, previous = rows[0].shape[1:], rows[0].dtype.name, self._rows_state
+        if previous and (previous.layers, previous.topk, previous.dtype) != (*shape, dtype):
+            raise Upstream(f"routed experts changed within a session: now {shape} {dtype}, before {previous}")
         part.append(*rows)
         return RowsState(layers=shape[0], topk=shape[1], dtype=dtype, length=part.length, checksum=part.tail_checksum())
 
@@ -270,7 +272,7 @@ def _recover_rows(store: Store, settings: SessionSettings, state: RowsState | No
         path.unlink(missing_ok=True)  # created for a turn that was never committed
         return None
     if not path.exists():
-        store.take_back(settings.blob(EXPERTS_FILE), path)  # killed while sealing, before the caller heard of the blob
+        store.take_back(settings.blob(EXPERTS_FILE), path)  # killed while sealing, before the caller had the blob
     part = Part.recover(path, state.length)
     if part.tail_checksum() != state.checksum:
         raise BlobCorrupt(f"the routed rows of the session at {settings.key} do not match their recorded checksum")

@@ -1,8 +1,8 @@
-"""The append-only log of a session, from which it is recovered after its process was killed.
+"""The append-only log of a session. A session whose process was killed is recovered from it.
 
-A frame is a length, an xxh3 and a safetensors body. The first frame has the session's settings, each later one a
-committed turn, the turns whose answers were seen, or a chat that is not part of the recording. Reading stops at the
-first incomplete frame.
+A frame is a length, an xxh3 and a safetensors body. The first frame has the session's settings.
+Each later one has a committed turn, the turns whose answers were seen, or a chat outside the
+recording. Reading stops at the first incomplete frame.
 """
 
 import struct
@@ -74,9 +74,9 @@ class LogEntry:
     seen: bool = True
     """Whether its caller had the answer when it was committed."""
     seen_before: tuple[int, ...] = ()
-    """Turns whose answers were seen since the frame before."""
+    """Turns whose answers were seen since the previous frame."""
     request: bytes = b""
-    """Digest of the request, by which a retry is found."""
+    """Digest of the request. A retry is found by it."""
     key: str = ""
     """The request's idempotency key."""
     beside: tuple[tuple[int, str], ...] = ()
@@ -85,17 +85,17 @@ class LogEntry:
 
 @dataclass(kw_only=True)
 class TurnLog:
-    """What a log holds."""
+    """The content of a log."""
 
     entries: list[LogEntry] = field(default_factory=list[LogEntry])
     frames: list[int] = field(default_factory=list[int])
-    """Where the frame of each entry begins."""
+    """Offset of each entry's frame."""
     seen: set[int] = field(default_factory=set[int])
     """Turns whose answers were seen after their commit."""
     left_out: list[int] = field(default_factory=list[int])
-    """Where the frame of each chat begins that is not part of the recording."""
+    """Offset of the frame of each chat outside the recording."""
     rows: RowsState | None = None
-    """After the last entry."""
+    """The file of routed rows after the last entry."""
 
 
 def entry_frame(entry: LogEntry, rows: RowsState | None) -> list[Piece]:
@@ -107,8 +107,8 @@ def entry_frame(entry: LogEntry, rows: RowsState | None) -> list[Piece]:
     fields = {name: getattr(delta, name) for name in DELTA_FIELDS}
     more = {name: getattr(entry, name) for name in ("repaired", "seen_before", "key", "beside")}
     more |= {name: getattr(entry, name).hex() for name in ("echo", "request")} | {"unseen": not entry.seen}
-    given = {name: value for name, value in more.items() if value}
-    return frame({DELTA_KEY: fields, "parent": entry.parent, "rows": rows, **given}, arrays)
+    present = {name: value for name, value in more.items() if value}
+    return frame({DELTA_KEY: fields, "parent": entry.parent, "rows": rows, **present}, arrays)
 
 
 def seen_frame(turns: Sequence[int]) -> list[Piece]:
@@ -120,7 +120,7 @@ def left_out_frame(record: bytes) -> list[Piece]:
 
 
 def read_log(bodies: Iterable[tuple[tensors.Tensors, int]], *, begin: int) -> TurnLog:
-    """The frames behind the first one, which ends at `begin`."""
+    """Read the frames behind the first one, which ends at `begin`."""
     log = TurnLog()
     for body, end in bodies:
         if SEEN_KEY in body.metadata:
@@ -137,7 +137,7 @@ def read_log(bodies: Iterable[tuple[tensors.Tensors, int]], *, begin: int) -> Tu
 
 
 def _read_entry(body: tensors.Tensors) -> tuple[LogEntry, RowsState | None]:
-    """Arrays are copies, so that the log does not stay mapped."""
+    """Read one turn. Its arrays are copies, so that the log does not stay mapped."""
     metadata: dict[str, Any] = {name: orjson.loads(text) for name, text in body.metadata.items()}
     arrays: dict[str, Any] = {name: body.arrays[name].copy() for name in DELTA_ARRAYS if name in body.arrays}
     metadata[DELTA_KEY]["version_spans"] = tuple(VersionSpan(**span) for span in metadata[DELTA_KEY]["version_spans"])

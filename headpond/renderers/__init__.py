@@ -1,4 +1,5 @@
-"""Messages <-> token ids, for engines that do not return them. Policies and sessions use `PooledRenderer`."""
+"""Messages <-> token ids, for engines that do not return token ids. Policies and sessions use
+`PooledRenderer`."""
 
 from headpond.renderers.pools import PooledRenderer, RendererKey, RendererPools
 from headpond.renderers.protocol import NextTurn, Renderer, next_prompt

@@ -1,8 +1,9 @@
-"""ChatML over bytes: 256 byte tokens and two special tokens. Needs no files; used by the demo and the tests.
+"""ChatML over bytes: 256 byte tokens and two special tokens. Needs no files; used by the demo and
+the tests.
 
-The ids of a conversation begin with the ids of the conversation that it extends, generated completions included: text
-is encoded byte for byte, thoughts and tool calls are encoded exactly as they were decoded. Text cannot forge special
-tokens.
+The ids of a conversation begin with the ids of the conversation that it extends, generated
+completions included. Text is encoded byte for byte; thoughts and tool calls are encoded exactly
+as they were decoded. Text cannot forge special tokens.
 """
 
 import re
@@ -20,7 +21,7 @@ MESSAGE_START, MESSAGE_END = 256, 257
 VOCABULARY = 258
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
-# Inside this module a token is the character with its id as code point.
+# A token in this module is the character with its id as code point.
 START, END = chr(MESSAGE_START), chr(MESSAGE_END)
 UNKNOWN = ord("?")
 TOOL_CALL = re.compile(
@@ -30,7 +31,7 @@ THOUGHTS = re.compile(r"<think>\n(?P<thoughts>.+?)\n</think>\n\n", re.DOTALL)
 
 
 class BytesChatmlRenderer:
-    """Stateless. It has no template, so that template values change nothing."""
+    """A stateless renderer. It has no template: template values change nothing."""
 
     def render(
         self,
@@ -68,7 +69,8 @@ class BytesChatmlRenderer:
 
 
 def encode(messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None, generate: bool = True) -> Ids:
-    """The ids of a conversation; `generate` opens the assistant's next message. BadRequest if content is not text."""
+    """Return the ids of a conversation. `generate` opens the assistant's next message. Raise
+    BadRequest if content is not text."""
     parts = [_format_message("tools", _json(tools))] if tools else []
     parts += [_format_message(_role(message), _body(message)) for message in messages]
     if generate:
@@ -77,7 +79,7 @@ def encode(messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None
 
 
 def encode_next(history_ids: Ids, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None) -> Ids:
-    """`history_ids` (a prompt and its completion, or empty), followed by the ids of `messages`."""
+    """Append the ids of `messages` to `history_ids`: a prompt and its completion, or nothing."""
     if not len(history_ids):
         return encode(messages, tools=tools)
     ending = "\n" if history_ids[-1] == MESSAGE_END else f"{END}\n"
@@ -89,25 +91,26 @@ def encode_text(text: str) -> Ids:
 
 
 def encode_completion(message: Mapping[str, Any]) -> Ids:
-    """The ids that a policy generates for an assistant message."""
+    """Return the ids that a policy generates for an assistant message."""
     return _ids(_tokens(_body(message)) + END)
 
 
 def decode(ids: Ids) -> str:
-    """The text without special tokens. Ids outside the vocabulary become question marks."""
+    """Return the text without special tokens. Ids outside the vocabulary become question marks."""
     return _text(_characters(ids).replace(START, "").replace(END, ""))
 
 
 def decode_completion(ids: Ids) -> Message:
-    """The assistant message of generated ids."""
+    """Return the assistant message of generated ids."""
     return _parse_message("assistant", decode(ids))
 
 
 def decode_messages(ids: Ids) -> list[Message]:
-    """The messages of a prompt made by `encode`, without the tools and the opened message."""
+    """Return the messages of a prompt made by `encode`, without the tools and the opened
+    message."""
     parts = [part.partition("\n") for part in _characters(ids).split(START)[1:]]
-    ended = [(role, body.removesuffix("\n")) for role, _, body in parts if body.endswith((END, f"{END}\n"))]
-    return [_parse_message(role, _text(body.removesuffix(END))) for role, body in ended if role in ROLES]
+    closed = [(role, body.removesuffix("\n")) for role, _, body in parts if body.endswith((END, f"{END}\n"))]
+    return [_parse_message(role, _text(body.removesuffix(END))) for role, body in closed if role in ROLES]
 
 
 def _format_message(role: str, body: str) -> str:
@@ -127,8 +130,8 @@ def _text(tokens: str) -> str:
 
 
 def _characters(ids: Ids) -> str:
-    known = np.where((ids >= 0) & (ids < VOCABULARY), ids, UNKNOWN)
-    return known.astype(np.int32).tobytes().decode("utf-32-le")
+    valid = np.where((ids >= 0) & (ids < VOCABULARY), ids, UNKNOWN)
+    return valid.astype(np.int32).tobytes().decode("utf-32-le")
 
 
 def _role(message: Mapping[str, Any]) -> str:
@@ -146,7 +149,7 @@ def _body(message: Mapping[str, Any]) -> str:
 
 
 def _thoughts(message: Mapping[str, Any]) -> str:
-    """Under either name that engines give them."""
+    """Read the thoughts from either name that engines use."""
     thoughts = message.get("reasoning_content") or message.get("reasoning")
     is_text = isinstance(thoughts, str) and message.get("role", "assistant") == "assistant"
     return f"<think>\n{thoughts}\n</think>\n\n" if is_text else ""
@@ -169,16 +172,17 @@ def _json(tools: Sequence[Any]) -> str:
 
 
 def _parse_message(role: str, text: str) -> Message:
-    """Tool calls are parsed only if formatting them gives the same text; otherwise they stay in the content."""
+    """Parse a message. Tool calls become `tool_calls` only if formatting them gives the same
+    text; otherwise they stay in the content."""
     thoughts = THOUGHTS.match(text) if role == "assistant" else None
-    rest = text[thoughts.end() :] if thoughts else text
-    message: Message = {"role": role, "content": rest, **({"reasoning_content": thoughts[1]} if thoughts else {})}
-    matches = list(TOOL_CALL.finditer(rest)) if role == "assistant" else []
+    content = text[thoughts.end() :] if thoughts else text
+    message: Message = {"role": role, "content": content, **({"reasoning_content": thoughts[1]} if thoughts else {})}
+    matches = list(TOOL_CALL.finditer(content)) if role == "assistant" else []
     if not matches or not all(_is_json(text) for match in matches for text in match.groups()):
         return message
     functions = [{"name": orjson.loads(match["name"]), "arguments": match["arguments"]} for match in matches]
     calls = [{"type": "function", "function": function} for function in functions]
-    parsed: Message = {**message, "content": rest[: matches[0].start()] or None, "tool_calls": calls}
+    parsed: Message = {**message, "content": content[: matches[0].start()] or None, "tool_calls": calls}
     return parsed if _body(parsed) == text else message
 
 

@@ -1,4 +1,4 @@
-"""A model's chat template, by the conventions of Hugging Face: messages -> text, in Jinja's sandbox."""
+"""A model's chat template by Hugging Face's conventions: messages -> text, in Jinja's sandbox."""
 
 import datetime
 import json
@@ -27,7 +27,8 @@ class Generation(Extension):
 
 
 class ChatTemplate:
-    """`values` are the template's variables besides the messages: special tokens and configured arguments."""
+    """A template with its `values`: the variables besides the messages, such as special tokens
+    and configured arguments."""
 
     def __init__(self, source: str, values: Mapping[str, Any]) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -46,7 +47,8 @@ class ChatTemplate:
     def text(
         self, messages: Sequence[Message], *, tools: Tools, generate: bool, values: TemplateValues = NO_VALUES
     ) -> str:
-        """Raises BadRequest for messages that the template refuses. `values` override the template's own."""
+        """Render messages. `values` override the template's own. Raise BadRequest for messages
+        that the template refuses."""
         plain = [_plain(message) for message in messages]
         try:
             return self._template.render(
@@ -63,7 +65,8 @@ class ChatTemplate:
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """As templates expect it: content as one string, arguments of tool calls parsed from JSON."""
+    """Convert a message to the form that templates expect: content as one string, arguments of
+    tool calls parsed from JSON."""
     plain = {**message, "content": content_text(message.get("content"))}
     if calls := message.get("tool_calls"):
         plain["tool_calls"] = [_call(call) for call in calls]
@@ -81,7 +84,7 @@ def _call(call: object) -> dict[str, Any]:
 
 
 def _parsed(text: str) -> object:
-    """Arguments that are not a JSON object stay text: a policy may write anything."""
+    """Parse arguments. Anything but a JSON object stays text: a policy may write anything."""
     try:
         parsed = json.loads(text)
     except ValueError:
@@ -90,7 +93,8 @@ def _parsed(text: str) -> object:
 
 
 def _json(value: object, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
-    """Without the HTML escapes of Jinja's own filter, which models were not trained on."""
+    """Encode JSON without the HTML escapes of Jinja's own filter: models were not trained on
+    those."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
 
 

@@ -1,6 +1,8 @@
-"""Renderer pools of one event loop, by key. Each pool is built once, in a thread, and shared by concurrent callers.
+"""Renderer pools of one event loop, by key. Each pool is built once, in a thread, and shared by
+concurrent callers.
 
-Cancelling a caller does not cancel the build. A failed build raises in every waiting caller and is not cached.
+Cancelling a caller does not cancel the build. A failed build raises in every waiting caller and
+is not cached.
 """
 
 import asyncio
@@ -28,7 +30,8 @@ T = TypeVar("T")
 
 logger = logging.getLogger("headpond.renderers")
 
-# Encoding is CPU work: renderers beyond the cores only take memory (75-95 MB each), and other work needs cores, too.
+# Encoding is CPU work: more renderers than cores only take memory (75-95 MB each). Other work needs
+# cores, too.
 MAX_RENDERERS = 4
 # A tokenizer takes 75-95 MB. Evaluating more models than this at once rebuilds some of them.
 MAX_POOLS = 8
@@ -40,14 +43,15 @@ class RendererKey:
 
     backend: str
     model: str
-    """directory of the tokenizer; unused by bytes-chatml"""
+    """Directory of the tokenizer; unused by bytes-chatml."""
     options: str = "{}"
     template: str = "{}"
 
     @classmethod
     def of(cls, settings: "RendererSettings", request_model: str, *, evaluation: bool = False) -> "RendererKey":
-        """Training requests share the renderer of the pinned model, whichever adapter they name. Without a pinned
-        model, and in evaluation, each request's model has its own renderer."""
+        """Return the key for a request. Training requests share the renderer of the pinned
+        model, whichever adapter they name. Without a pinned model, and in evaluation, each
+        request's model has its own renderer."""
         pinned = None if evaluation else settings.model
         return cls(
             backend=settings.backend,
@@ -58,8 +62,8 @@ class RendererKey:
 
 
 def build(key: RendererKey) -> Renderer:
-    """Blocks while the tokenizer is read. Raises ConfigError for a permanent problem, InfrastructureFailure for one
-    that a retry may solve."""
+    """Build a renderer; blocks while the tokenizer is read. Raise ConfigError for a permanent
+    problem, InfrastructureFailure for one that a retry may solve."""
     if key.backend == "bytes-chatml":
         return BytesChatmlRenderer()
     return ProcessRenderer(
@@ -72,7 +76,7 @@ def _sorted_json(values: Mapping[str, Any]) -> str:
 
 
 class RendererPool:
-    """Renderers of one key. Grows while callers wait longer than a build takes."""
+    """Renderers of one key. The pool grows if callers wait longer than a build takes."""
 
     def __init__(
         self, first: Renderer, build: Callable[[], Renderer], *, build_s: float, max_renderers: int | None = None
@@ -87,8 +91,8 @@ class RendererPool:
         self.renderers = 1
 
     async def encode(self, fn: Callable[[Renderer], T]) -> T:
-        """Run `fn` in a thread with exclusive use of a renderer. A cancelled caller returns at once, but the renderer
-        stays in use until the thread is done."""
+        """Run `fn` in a thread with exclusive use of a renderer. A cancelled caller returns at
+        once, but the renderer stays in use until the thread is done."""
         renderer = await self._acquire()
         call = asyncio.ensure_future(in_io_thread(fn, renderer))
         call.add_done_callback(lambda done: self._call_done(renderer, done))
@@ -116,7 +120,7 @@ class RendererPool:
 
     def _call_done(self, renderer: Renderer, call: "asyncio.Task[T]") -> None:
         if not call.cancelled():
-            call.exception()  # mark it as retrieved: its caller may have been cancelled
+            call.exception()  # Mark the exception as retrieved: the caller may have been cancelled.
         self._release(renderer)
 
     def _release(self, renderer: Renderer) -> None:
@@ -144,7 +148,7 @@ class RendererPool:
 
 
 class RendererPools:
-    """The pools of all keys; the least recently used is dropped beyond `max_pools`."""
+    """The pools of all keys. The least recently used is dropped beyond `max_pools`."""
 
     def __init__(
         self,
@@ -186,7 +190,8 @@ class RendererPools:
         return RendererPool(first, build, build_s=build_s, max_renderers=self._max_renderers)
 
     def _built(self, key: RendererKey, building: asyncio.Task[RendererPool]) -> None:
-        """Runs before the waiting callers resume, so that the next caller finds the pool or starts a new build."""
+        """Store the built pool before the waiting callers resume: the next caller finds it, or
+        starts a new build."""
         del self._building[key]
         if building.cancelled():
             return
@@ -199,7 +204,7 @@ class RendererPools:
 
 
 class PooledRenderer:
-    """The renderer of one key, through its pool."""
+    """The renderer of one key, used through its pool."""
 
     def __init__(self, pools: RendererPools, key: RendererKey) -> None:
         self._pools = pools

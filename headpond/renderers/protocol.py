@@ -1,6 +1,8 @@
-"""The interface of renderers: messages <-> token ids for one model family. Synchronous (`pools.py` adds threads).
+"""The interface of renderers: messages <-> token ids for one model family. Synchronous (`pools.py`
+adds threads).
 
-Token ids of earlier prompts and completions are kept where possible; `next_prompt` checks that for every renderer.
+Renderers reuse the token ids of earlier prompts and completions if possible. `next_prompt`
+checks every renderer's result.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,12 +20,12 @@ Tools = Sequence[Mapping[str, Any]] | None
 NO_IDS: Ids = np.empty(0, np.int32)
 NO_IDS.flags.writeable = False
 TemplateValues = Mapping[str, Any]
-"""A request's `chat_template_kwargs`: they override those of `policy.renderer`."""
+"""A request's `chat_template_kwargs`. They override those of `policy.renderer`."""
 NO_VALUES: TemplateValues = MappingProxyType({})
 
 
 class Renderer(Protocol):
-    """`render` and `bridge` have one caller at a time."""
+    """A renderer of one model family. `render` and `bridge` have one caller at a time."""
 
     def render(
         self,
@@ -33,8 +35,8 @@ class Renderer(Protocol):
         generate: bool = True,
         values: TemplateValues = NO_VALUES,
     ) -> Ids:
-        """The ids of a conversation; `generate` opens the assistant's next message. Raises BadRequest for messages that
-        cannot be rendered."""
+        """Return the ids of a conversation. `generate` opens the assistant's next message. Raise
+        BadRequest for messages that cannot be rendered."""
         ...
 
     def bridge(
@@ -46,8 +48,9 @@ class Renderer(Protocol):
         tools: Tools = None,
         values: TemplateValues = NO_VALUES,
     ) -> Ids | None:
-        """The unchanged ids of the previous prompt and completion, then `new_messages`, then the opened next message.
-        None if the renderer cannot guarantee that; the caller then renders the whole conversation."""
+        """Return the unchanged ids of the previous prompt and completion, then `new_messages`,
+        then the opened next message. Return None if that cannot be guaranteed; the caller then
+        renders the whole conversation."""
         ...
 
     def message(
@@ -58,12 +61,12 @@ class Renderer(Protocol):
         tools: Tools = None,
         values: TemplateValues = NO_VALUES,
     ) -> dict[str, Any]:
-        """A completion as an assistant message. A tool call has an id only if the policy wrote one: the caller numbers
-        the others. May be called concurrently."""
+        """Return a completion as an assistant message. A tool call has an id only if the policy
+        wrote one; the caller numbers the other calls. May be called concurrently."""
         ...
 
     def texts(self, ids: Ids) -> list[str]:
-        """The text of each token alone. May be called concurrently."""
+        """Return the text of each token alone. May be called concurrently."""
         ...
 
 
@@ -76,13 +79,13 @@ class NextTurn:
     prompt_ids: Ids = field(default_factory=lambda: NO_IDS)
     completion_ids: Ids = field(default_factory=lambda: NO_IDS)
     appended: int = 0
-    """how many of the last `messages` follow the completion of the previous turn"""
+    """Number of last `messages` that follow the completion of the previous turn."""
     values: TemplateValues = field(default_factory=lambda: NO_VALUES)
 
 
 def next_prompt(renderer: Renderer, turn: NextTurn) -> Ids:
-    """The previous turn's ids bridged to the new messages; without a bridge that keeps them, the whole conversation
-    rendered."""
+    """Bridge the previous turn's ids to the new messages. Without a bridge that preserves them,
+    render the whole conversation."""
     if len(turn.prompt_ids) and turn.appended:
         new_messages = turn.messages[-turn.appended :]
         ids = renderer.bridge(turn.prompt_ids, turn.completion_ids, new_messages, tools=turn.tools, values=turn.values)
@@ -92,7 +95,7 @@ def next_prompt(renderer: Renderer, turn: NextTurn) -> Ids:
 
 
 def content_text(content: object) -> str:
-    """A message's content as one string. Raises BadRequest if it is not text."""
+    """Return a message's content as one string. Raise BadRequest if it is not text."""
     match content:
         case None:
             return ""
@@ -113,7 +116,7 @@ def _part_text(part: object) -> str:
 
 
 def begins_with(ids: Ids, *parts: Ids) -> bool:
-    """Whether `ids` start with the concatenated parts and have more ids after them."""
+    """Return whether `ids` start with the concatenated parts and have more ids after them."""
     at = 0
     for part in parts:
         if not np.array_equal(ids[at : at + len(part)], part):

@@ -1,6 +1,7 @@
-"""The child process of a `ProcessRenderer`: builds one renderer and serves calls until its pipes close.
+"""The child process of a `ProcessRenderer`: builds one renderer and serves calls until its pipes
+close.
 
-Imports little, to start fast.
+The module imports little, to start fast.
 """
 
 import functools
@@ -33,8 +34,8 @@ def build(*, backend: str, model: str, options: dict[str, Any], template: dict[s
 def main() -> None:
     encoding, decoding = (Connection(int(number)) for number in sys.argv[1:])
     arguments = encoding.recv()
-    what = f"the renderer {arguments['backend']} of {arguments['model']} could not be built"
-    renderer = _call(functools.partial(build, **arguments), what)
+    label = f"the renderer {arguments['backend']} of {arguments['model']} could not be built"
+    renderer = _call(functools.partial(build, **arguments), label)
     if isinstance(renderer, HeadpondError):
         encoding.send(renderer)
         return
@@ -52,13 +53,13 @@ def _serve(renderer: Any, pipe: Connection) -> None:
         pipe.send(_call(functools.partial(getattr(renderer, method), *arguments, **more), f"{method} failed"))
 
 
-def _call(call: Callable[[], Any], what: str) -> Any:
+def _call(call: Callable[[], Any], label: str) -> Any:
     try:
         return call()
     except HeadpondError as error:
         return error
-    except Exception as error:  # noqa: BLE001 - sent to the caller; the process can serve the next call
-        return InfrastructureFailure(f"{what}: {type(error).__name__}: {error}")
+    except Exception as error:  # noqa: BLE001  the caller gets it
+        return InfrastructureFailure(f"{label}: {type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

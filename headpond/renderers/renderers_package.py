@@ -1,6 +1,7 @@
-"""Renders with the package `renderers`, which implements model families in Python, over a tokenizer's directory.
+"""Renders with the package `renderers` over a tokenizer's directory. The package implements model
+families in Python.
 
-Does not need `transformers`.
+`transformers` is not needed.
 """
 
 import json
@@ -23,7 +24,8 @@ from headpond.renderers.tokenizer_directory import TokenizerFiles
 from headpond.turn import Ids, Message
 
 MAX_VALUES = 8
-"""Renderers for values that requests named: an agent uses one or two, and one is built in milliseconds."""
+"""Limit for cached renderers of template values in requests. An agent uses one or two, and
+building one takes milliseconds."""
 
 
 class PackageTokenizer:
@@ -61,7 +63,7 @@ class PackageTokenizer:
         return_dict: bool = False,
         **values: Any,
     ) -> str | list[int]:
-        """Called by the package's `default` renderer."""
+        """Apply the directory's template. The package's `default` renderer calls this."""
         variables = {**self._files.special_tokens, **self._template_values, **values}
         template = ChatTemplate(self._files.chat_template(), variables)
         text = template.text(messages, tools=tools, generate=add_generation_prompt)
@@ -91,8 +93,9 @@ class PackageRenderer:
         tokenizer = PackageTokenizer(self._files, values)
         return create_renderer(tokenizer, self._config, chat_template_kwargs=dict(values) or None)
 
-    def _of(self, values: TemplateValues) -> Any:
-        """The package's renderer for a request's template values: they are fixed when it is created."""
+    def _renderer_for(self, values: TemplateValues) -> Any:
+        """Return the package's renderer for a request's template values: they are fixed when it
+        is created."""
         if not values:
             return self._renderer
         key = json.dumps(dict(values), sort_keys=True)
@@ -116,7 +119,9 @@ class PackageRenderer:
         values: TemplateValues = NO_VALUES,
     ) -> Ids:
         try:
-            ids = self._of(values).render_ids(list(messages), tools=_list(tools), add_generation_prompt=generate)
+            ids = self._renderer_for(values).render_ids(
+                list(messages), tools=_list(tools), add_generation_prompt=generate
+            )
         except (ValueError, TypeError, LookupError) as error:
             raise BadRequest(f"the renderer refuses these messages: {error}") from error
         return np.array(ids, np.int32)
@@ -131,7 +136,7 @@ class PackageRenderer:
         values: TemplateValues = NO_VALUES,
     ) -> Ids | None:
         try:
-            bridged = self._of(values).bridge_to_next_turn(
+            bridged = self._renderer_for(values).bridge_to_next_turn(
                 prompt_ids.tolist(), completion_ids.tolist(), list(new_messages), tools=_list(tools)
             )
         except (ValueError, TypeError, LookupError) as error:
@@ -149,8 +154,8 @@ class PackageRenderer:
         tools: Tools = None,
         values: TemplateValues = NO_VALUES,
     ) -> dict[str, Any]:
-        """Tool calls that cannot be parsed stay in the content."""
-        parsed = self._of(values).parse_response(
+        """Parse a completion. Tool calls that cannot be parsed stay in the content."""
+        parsed = self._renderer_for(values).parse_response(
             completion_ids.tolist(), tools=_list(tools), prompt_ids=prompt_ids.tolist() or None
         )
         calls: list[ParsedToolCall] = parsed.tool_calls

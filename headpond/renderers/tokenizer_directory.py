@@ -1,7 +1,8 @@
-"""Renders with the directory of a Hugging Face tokenizer: `tokenizer.json`, `tokenizer_config.json`, chat template.
+"""Renders with the directory of a Hugging Face tokenizer: `tokenizer.json`,
+`tokenizer_config.json`, chat template.
 
-Traps of the package `tokenizers`: reading a file and `encode` hold the GIL for the whole call (`encode_batch_fast` does
-not); a file may set truncation and padding, which would cut prompts.
+Traps of the package `tokenizers`: reading a file and `encode` hold the GIL for the whole call
+(`encode_batch_fast` does not). A file may set truncation and padding, which would cut prompts.
 """
 
 import json
@@ -19,7 +20,8 @@ from headpond.renderers.protocol import NO_IDS, NO_VALUES, TemplateValues, Tools
 from headpond.turn import Ids, Message
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# Stands for a completion where only the text that the template puts after it matters. No template trims or parses it.
+# Replaces a completion where only the template's text after it matters. No template trims or parses
+# the placeholder.
 PLACEHOLDER = "HEADPOND0ANSWER"
 HISTORY: Sequence[Message] = ({"role": "user", "content": "x"}, {"role": "assistant", "content": PLACEHOLDER})
 THINKING = re.compile(r"\s*(?:<think>)?(?P<thinking>.*?)</think>\s*", re.DOTALL)
@@ -59,8 +61,8 @@ class TokenizerFiles:
     def chat_template(self) -> str:
         file = self.directory / "chat_template.jinja"
         template = file.read_text() if file.is_file() else self.config.get("chat_template")
-        if isinstance(template, list):  # several named templates
-            template = {each["name"]: each["template"] for each in template}.get("default")
+        if isinstance(template, list):  # A list has several named templates.
+            template = {entry["name"]: entry["template"] for entry in template}.get("default")
         if not isinstance(template, str):
             raise ConfigError(
                 f"{self.directory} has no chat template, neither in chat_template.jinja nor in tokenizer_config.json: "
@@ -96,8 +98,9 @@ class DirectoryRenderer:
         tools: Tools = None,
         values: TemplateValues = NO_VALUES,
     ) -> Ids | None:
-        """Append the text that the template puts after a completion. It must begin with a special token, so that its
-        ids do not depend on the completion; a completion that ends with that token does not get it twice."""
+        """Append the text that the template puts after a completion. It must begin with a
+        special token: its ids then do not depend on the completion. A completion that ends with
+        that token does not get it twice."""
         closing = (
             self._text_after_completion([], tools=None, generate=False, values=values) if values else self._closing
         )
@@ -132,10 +135,12 @@ class DirectoryRenderer:
     def _text_after_completion(
         self, new_messages: Sequence[Message], *, tools: Tools, generate: bool, values: TemplateValues = NO_VALUES
     ) -> str | None:
-        """The text that the template puts after a completion, or None if it cannot be determined."""
+        """Return the text that the template puts after a completion, or None if it cannot be
+        determined."""
         try:
             text = self._template.text([*HISTORY, *new_messages], tools=tools, generate=generate, values=values)
-        except BadRequest:  # it requires a system message, or the tool call that a tool message answers
+        # The template requires a system message, or the tool call that a tool message answers.
+        except BadRequest:
             return None
         _, _, following = text.partition(PLACEHOLDER)
         return following if following and PLACEHOLDER not in following else None
@@ -146,8 +151,8 @@ class DirectoryRenderer:
 
 
 def parse_completion(text: str) -> Message:
-    """A completion as a message: `<think>` becomes reasoning_content, JSON in `<tool_call>` tags becomes tool calls.
-    If one call cannot be parsed, all stay in the content."""
+    """Parse a completion. `<think>` becomes reasoning_content, JSON in `<tool_call>` tags
+    becomes tool calls. If one call cannot be parsed, all stay in the content."""
     thinking = THINKING.match(text)
     content = text[thinking.end() :] if thinking else text
     calls = [_parse_call(match["call"]) for match in TOOL_CALL.finditer(content)]
@@ -174,7 +179,7 @@ def _parse_call(text: str) -> dict[str, Any] | None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Empty if there is no such file."""
+    """Read a JSON file; empty if there is none."""
     if not path.is_file():
         return {}
     try:

@@ -1,1 +1,1 @@
-"""HTTP processes: the session server and a small inference server."""
+"""HTTP processes: the session server and the dashboard."""

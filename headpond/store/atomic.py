@@ -1,7 +1,9 @@
-"""Files written under a temporary name and renamed when complete, so readers never see a partial file.
+"""Files written under a temporary name and renamed when complete, so readers never see a partial
+file.
 
-Owns the temporary names, the rename or link that publishes a file, and the fsync of directories. Files have the
-permissions of the umask. Leftovers of a killed writer are removed by `sweep`, or with their directory by `Store.sweep`.
+Owns the temporary names, the rename or link that publishes a file, and the fsync of directories.
+Files have the permissions of the umask. `sweep` removes the leftovers of a killed writer;
+`Store.sweep` removes them with their directory.
 """
 
 import os
@@ -14,16 +16,17 @@ from headpond.errors import BlobUnwritten
 
 
 def temporary_path(path: Path, suffix: str) -> Path:
-    """Where `path` is written until it is complete. Its leading dot keeps it out of the store's keys."""
+    """The path to write to until `path` is complete. Its leading dot keeps it out of the store's
+    keys."""
     return path.with_name(f".{path.name}.{suffix}")
 
 
 @contextmanager
 def replacing(path: Path, *, suffix: str | None = None) -> Generator[Path]:
-    """The file that the body writes at the yielded path replaces `path`; after an error it is removed.
+    """Yield a temporary path, which replaces `path` after the body. An error removes it instead.
 
-    With a fixed `suffix`, the leftover of a killed writer is overwritten. Without, every call has a path of its own: a
-    cancelled writer may still be writing in its thread.
+    A fixed `suffix` overwrites the leftover of a killed writer. Without one, every call has a path
+    of its own: a cancelled writer may still be writing in its thread.
     """
     temporary = temporary_path(path, suffix or _random_suffix())
     if suffix:
@@ -50,7 +53,7 @@ def write_durably(path: Path, content: bytes, *, suffix: str | None = None) -> N
 
 
 def create_durably(path: Path, content: bytes) -> bool:
-    """As `write_durably`, but a file that exists stays as it is: False."""
+    """Create `path` like `write_durably`. Return False, and leave the file as it is, if it exists."""
     temporary = temporary_path(path, _random_suffix())
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -93,8 +96,11 @@ class UnfinishedFile:
 
 
 class writing:  # noqa: N801  a context, used like a function
-    """Raise BlobUnwritten for an OSError of the body. Every write, close, fsync, rename and link of the store is in
-    one: a network file system may report a full disk or quota at any of them."""
+    """Raise BlobUnwritten for an OSError of the body. The store wraps every write, close, fsync,
+    rename and link.
+
+    A network file system may report a full disk or quota at any of them.
+    """
 
     __slots__ = ("_path",)
 
@@ -112,7 +118,8 @@ class writing:  # noqa: N801  a context, used like a function
 
 
 def sweep(directory: Path, name: str = "", *, below: bool = False) -> None:
-    """Remove the leftovers of killed writers of files whose names begin with `name`, also `below` the directory."""
+    """Remove the leftovers of killed writers, for file names that begin with `name`. `below`
+    includes subdirectories."""
     for leftover in directory.glob(f"{'**/' if below else ''}.{name}*.tmp"):
         leftover.unlink(missing_ok=True)
 

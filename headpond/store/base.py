@@ -1,7 +1,7 @@
-"""The protocol of stores: immutable blobs by key, and the local files that they grow in before they are published.
+"""The store protocol: immutable blobs by key, and the local files in which they grow.
 
-A store of another kind implements the six abstract methods, which fit an object store: no rename, no append. Whatever
-needs a file of this host goes through `spool_dir`, by default a scratch directory that is uploaded from.
+A custom store implements the six abstract methods. They fit an object store: no rename, no append.
+Local files live in `spool_dir`, by default a scratch directory from which blobs are uploaded.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from headpond.store.parts import Part, Piece, checksum, mapped
 NAME = r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}"
 KEY = re.compile(rf"{NAME}(/{NAME})*", re.ASCII)
 
-BYTES_PER_READ = 1 << 24  # of a download: bounds its memory, and is large enough for one request each
+BYTES_PER_READ = 1 << 24  # bounds the memory of a download; large enough for one request each
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -53,14 +53,16 @@ def check_key(key: str) -> None:
 
 
 class Store(ABC):
-    """Obtained by `open_store(url)` alone. Methods block, and threads may call them at the same time.
+    """A store of blobs, opened by `open_store(url)` only. Methods block; threads may call them
+    concurrently.
 
-    The constructor takes the URL and connects to nothing: every process that loads the configuration calls it.
-    Implementations raise BlobMissing for a blob that is not there, BlobUnwritten for a write that may succeed later.
+    The constructor takes the URL and connects to nothing: every process that loads the
+    configuration calls it. Implementations raise BlobMissing for an absent blob, and BlobUnwritten
+    for a write that may succeed later.
     """
 
     shared: ClassVar[bool] = True
-    """Whether other processes see the blobs, which a run needs."""
+    """Whether other processes see the blobs. A run needs that."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -71,17 +73,17 @@ class Store(ABC):
     def __str__(self) -> str:
         return self.url
 
-    # What every store implements. Keys have been checked.
+    # Every store implements these. Keys have been checked.
 
     @abstractmethod
     def write(self, key: str, content: bytes | memoryview) -> None:
-        """Create or replace a blob, which readers see complete or not at all. `content` may be mapped from a file: do
-        not keep it."""
+        """Create or replace a blob. Readers see it complete or not at all. Do not keep `content`:
+        it may be mapped from a file."""
 
     @abstractmethod
     def create(self, key: str, content: bytes) -> bool:
-        """Create a durable blob, in one step that at most one caller completes (a conditional put). False if there is
-        one: it stays as it is."""
+        """Create a durable blob in one step that at most one caller completes (a conditional put).
+        Return False, and leave the blob as it is, if there is one."""
 
     @abstractmethod
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
@@ -97,17 +99,18 @@ class Store(ABC):
 
     @abstractmethod
     def delete(self, key: str) -> None:
-        """Does nothing if there is no such blob. May take effect later."""
+        """Delete a blob, if there is one. The deletion may take effect later."""
 
-    # What a directory does in place, and any other store through a directory of this host
+    # A directory does these in place. Any other store uses a directory of this host.
 
     @property
     def spool_dir(self) -> Path:
-        """Directory of this host in which files grow until they are published."""
+        """Directory of this host. Files grow in it until they are published."""
         return scratch.directory(self.url, self._kept_spool)
 
     def keep_spool(self, name: str) -> None:
-        """From now on unfinished files survive this process; the next one of this host with that `name` finds them."""
+        """Keep unfinished files when this process ends. The next one of this host with that `name`
+        finds them."""
         self._kept_spool = name
 
     def publish(self, path: Path, key: str) -> None:
@@ -124,25 +127,27 @@ class Store(ABC):
             self.delete(key)
 
     def export(self, key: str, path: Path) -> None:
-        """A new file with the blob's bytes; it may be a link to a file that must not be changed."""
+        """Create a file with the blob's bytes. It may be a hard link: do not change it."""
         with writing(path), path.open("xb") as file:
             self._download(key, file)
 
     def map(self, key: str) -> Bytes:
-        """The bytes of a blob, memory-mapped and read-only. Here of a file that goes away with the map."""
+        """The bytes of a blob, memory-mapped and read-only. The default maps a file that goes away
+        with the map."""
         with writing(self.spool_dir), tempfile.TemporaryFile(dir=self.spool_dir) as file:
             self._download(key, file)
             file.flush()
             return mapped(file.fileno())
 
     def sync(self, keys: Iterable[str]) -> None:
-        """Make blobs survive a power cut. Here they do once they are written: only checks that they are there."""
+        """Make blobs survive a power cut. The default only checks that they exist: `write` makes
+        them durable."""
         for key in keys:
             if self.size(key) is None:
                 raise self.missing(key)
 
     def names(self, under: str) -> Collection[str]:
-        """The first names of the keys below `under`: those of its directories."""
+        """The first component of each key below `under`."""
         return {key[len(under) + 1 :].partition("/")[0] for key in self.keys(under)}
 
     def unnamed(self, under: str, *, named: Collection[str]) -> dict[str, int]:
@@ -151,7 +156,8 @@ class Store(ABC):
         return blobs | scratch.unnamed(self.spool_dir, self.local_path(under), named)
 
     def sweep(self, under: str, *, named: Collection[str]) -> list[str]:
-        """Delete everything below `under`, unfinished files of this host included, that `named` does not list."""
+        """Delete every blob, and every unfinished file of this host, below `under` that `named`
+        does not list."""
         check_key(under)
         removed = [key for key in self.keys(under) if key not in named]
         for key in removed:
@@ -159,21 +165,26 @@ class Store(ABC):
         return sorted([*removed, *scratch.sweep(self.spool_dir, self.local_path(under), named)])
 
     def check(self) -> None:
-        """Raise an error if the store cannot be used. Called when a run begins. Here it tries the six methods on a key
-        of its own; BlobError names the one that fails or breaks the protocol."""
+        """Raise an error if the store cannot be used. A run calls this when it begins.
+
+        The default tries the six methods on a key of its own. BlobError names the method that fails
+        or breaks the protocol.
+        """
         _Probe(self).run()
 
     def tidy(self, under: str) -> None:  # noqa: B027  most stores leave nothing
-        """Remove what killed calls of `write` and `create` left. For the run's orchestrator, their only user."""
+        """Remove the leftovers of killed `write` and `create` calls. Only the run's orchestrator
+        uses them, and calls this."""
 
     def location(self, key: str) -> str:
-        """Where a person finds a blob."""
+        """The address at which a person finds a blob."""
         return f"{self.url.rstrip('/')}/{key}"
 
-    # What all stores share
+    # All stores share these.
 
     def local_path(self, key: str) -> Path:
-        """Where `key` lies below `spool_dir`. Keys that are malformed or lead through a symbolic link are refused."""
+        """The path of `key` below `spool_dir`. BlobError if the key is malformed or leads through a
+        symbolic link."""
         check_key(key)
         root = self.spool_dir
         if any(map(os.path.islink, accumulate(key.split("/"), os.path.join, initial=str(root)))):
@@ -181,7 +192,8 @@ class Store(ABC):
         return root / key
 
     def part_path(self, key: str, suffix: str | None = None) -> Path:
-        """Where a blob grows. A given suffix lets a later process find its file; the default is random."""
+        """The path at which a blob grows. A given suffix lets a later process find its file; the
+        default is random."""
         return temporary_path(self.local_path(key), suffix or secrets.token_hex(8))
 
     def part(self, key: str, *, suffix: str | None = None, reserve_head: bool = False) -> Part:
@@ -196,7 +208,7 @@ class Store(ABC):
         return BlobRef(key=key, size=size, checksum=digest)
 
     def put(self, key: str, pieces: Iterable[Piece]) -> BlobRef:
-        """Write the pieces one after the other as one blob, which appears when it is complete."""
+        """Write the pieces one after the other as one blob. It appears when it is complete."""
         part = self.part(key)
         try:
             if isinstance(pieces, list):
@@ -210,7 +222,8 @@ class Store(ABC):
             raise
 
     def open(self, ref: BlobRef, *, verify: bool = True) -> Bytes:
-        """The blob's bytes, memory-mapped and read-only. Checks the size always, the checksum if `verify`."""
+        """The blob's bytes, memory-mapped and read-only. The size is always checked, the checksum
+        if `verify`."""
         check_key(ref.key)
         content = self.map(ref.key)
         self._check_size(ref, content.size)
@@ -254,7 +267,7 @@ class _Probe:
             self._check_listing()
             self._check_deleting()
         finally:
-            with contextlib.suppress(Exception):  # what failed has been named
+            with contextlib.suppress(Exception):  # the error above names the method that failed
                 self._store.delete(self._key)
 
     def _check_writing(self) -> None:
@@ -270,30 +283,32 @@ class _Probe:
         self._expect(len(second), "size", f"of {len(second)} bytes", lambda: store.size(key))
 
     def _check_listing(self) -> None:
-        begun = self._key[:-1]
+        shortened = self._key[:-1]
         self._expect([self._key], "keys", f"under {self._folder!r}", lambda: list(self._store.keys(self._folder)))
-        self._expect([], "keys", f"under {begun!r}, which no slash follows", lambda: list(self._store.keys(begun)))
+        self._expect(
+            [], "keys", f"under {shortened!r}, which no slash follows", lambda: list(self._store.keys(shortened))
+        )
 
     def _check_deleting(self) -> None:
         self._call("delete", "of a key that is there", lambda: self._store.delete(self._key))
         self._call("delete", "of a missing key", lambda: self._store.delete(self._none))
         try:
-            found = self._call("read", "of a missing key", lambda: self._store.read(self._none))
+            content = self._call("read", "of a missing key", lambda: self._store.read(self._none))
         except BlobMissing:
             return
-        raise BlobError(f"{self._named('read')} of a missing key returned {found!r}: it must raise BlobMissing")
+        raise BlobError(f"{self._named('read')} of a missing key returned {content!r}: it must raise BlobMissing")
 
-    def _expect(self, expected: object, method: str, what: str, call: Callable[[], object]) -> None:
-        found = self._call(method, what, call)
-        if type(found) is not type(expected) or found != expected:
-            raise BlobError(f"{self._named(method)} {what} returned {found!r}: it must return {expected!r}")
+    def _expect(self, expected: object, method: str, case: str, call: Callable[[], object]) -> None:
+        result = self._call(method, case, call)
+        if type(result) is not type(expected) or result != expected:
+            raise BlobError(f"{self._named(method)} {case} returned {result!r}: it must return {expected!r}")
 
-    def _call(self, method: str, what: str, call: Callable[[], object]) -> object:
+    def _call(self, method: str, case: str, call: Callable[[], object]) -> object:
         try:
             return call()
         except Exception as error:
             kind = BlobMissing if isinstance(error, BlobMissing) else BlobError
-            raise kind(f"{self._named(method)} {what} raised {text_of(error)} ({raised_at(error)})") from error
+            raise kind(f"{self._named(method)} {case} raised {text_of(error)} ({raised_at(error)})") from error
 
     def _named(self, method: str) -> str:
         return f"{type(self._store).__name__}.{method}"

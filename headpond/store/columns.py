@@ -1,6 +1,7 @@
-"""A rollout's `columns` file: its samples one after the other, the turns that made them, its conversation.
+"""A rollout's `columns` file: its samples one after the other, the turns that made them, its
+conversation.
 
-Everything that encoding needs, except routed experts, which have a file of their own (experts.py).
+Encoding needs nothing else but the routed experts, which have a file of their own (experts.py).
 """
 
 import json
@@ -19,8 +20,8 @@ from headpond.store.tensors import Array
 FORMAT = "headpond.columns.1"
 TURN, TOKEN_FIELD, SAMPLE_FIELD = "turn.", "extra.", "sample_extra."  # prefixes of array names in the file
 
-# The dtype of every array by its axis: T tokens of all samples, S samples, S+1 their bounds, N turns, V versions of
-# turns that were sampled by several.
+# The dtype of every array by its axis: T tokens of all samples, S samples, S+1 their bounds, N
+# turns, V one entry per version of each turn that several versions sampled.
 DTYPES = {
     "T": {"input_ids": "i4", "loss_mask": "u1", "logprobs": "f4"},
     "S": {"first_prompt_length": "i4", "truncated": "u1", "overlong_prompt": "u1"},
@@ -42,7 +43,7 @@ DTYPES = {
     "V": {"span_turn": "i4", "span_start": "i8", "span_version": "i4"},
 }
 ADDED = {"S": {"parent": "i4", "agent": "i4"}, "N": {"turn.unseen": "u1", "turn.begun_at": "f8", "turn.seconds": "f4"}}
-"""What files of earlier releases do not have."""
+"""Arrays that files of earlier releases lack."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,17 +52,17 @@ class TurnTable:
 
     sample: Array
     start: Array
-    """where its completion begins in T"""
+    """index in T at which its completion begins"""
     end: Array
     version_first: Array
     """lowest policy version that may have sampled one of its tokens"""
     version_last: Array
     """the highest one"""
     version_exact: Array
-    """1 if every token was sampled by `version_first`, or by what `span_version` names"""
+    """1 if `version_first`, or the versions in `span_version`, sampled every token"""
     temperature: Array
     reward: Array
-    """`Score.turn_rewards`; NaN without"""
+    """`Score.turn_rewards`; NaN if there are none"""
     finish_reason: Array
     """this and the next three are indices into `words[<field name>]`"""
     agent: Array
@@ -72,9 +73,9 @@ class TurnTable:
     unseen: Array | None = None
     """1 if no client saw its answer: its loss mask is then 0"""
     begun_at: Array | None = None
-    """when its request was sent, by the clock of the process that recorded it; 0 if that is not known"""
+    """time of its request, by the clock of the process that recorded it; 0 if unknown"""
     seconds: Array | None = None
-    """until its response had come"""
+    """time from its request to its response"""
 
     @property
     def last_finish_reason(self) -> str:
@@ -88,7 +89,7 @@ class Columns:
     logprobs_mode: str
     """processed or raw"""
     error: str = ""
-    """why the rollout failed: its loss mask is then 0"""
+    """the reason why the rollout failed: its loss mask is then 0"""
     input_ids: Array
     loss_mask: Array
     logprobs: Array
@@ -98,12 +99,13 @@ class Columns:
     truncated: Array
     overlong_prompt: Array
     parent: Array | None = None
-    """the sample that each one branches off or follows; -1 for none"""
+    """the sample that each sample branches off or follows; -1 for none"""
     agent: Array | None = None
     """the agent that began each sample: indices into `turns.words["agent"]`"""
     turns: TurnTable
     spans: list[list[Any]] = field(default_factory=list[list[Any]])
-    """what the rollout did beside its turns (headpond/spans.py): kind, name, begin, seconds"""
+    """the rollout's other activities, beside its turns (headpond/spans.py): kind, name, begin,
+    seconds"""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     token_fields: Mapping[str, Array] = field(default_factory=dict[str, Array])
     """[T] each: the declared fields that have a value, see headpond/fields.py"""
@@ -112,12 +114,12 @@ class Columns:
     conversation: Array = field(default_factory=lambda: np.empty(0, np.uint8))
     """JSON"""
     span_turn: Array = field(default_factory=lambda: np.empty(0, np.int32))
-    """turns that the engine says were sampled by several versions, one entry per version, in order"""
+    """turns that several versions sampled, by the engine's report: one entry per version, in order"""
     span_start: Array = field(default_factory=lambda: np.empty(0, np.int64))
-    """where in T that version begins; it ends with the next entry of the turn, or with the turn"""
+    """index in T at which that version begins; it ends at the turn's next entry, or with the turn"""
     span_version: Array = field(default_factory=lambda: np.empty(0, np.int32))
     support_ids: Array | None = None
-    """with `engine.sampling_masks`: the tokens that each token was drawn from, see `support`"""
+    """the tokens that each token was drawn from, with `engine.sampling_masks`; see `support`"""
     support_offsets: Array | None = None
     """[T + 1]: their bounds in `support_ids`"""
 
@@ -161,7 +163,7 @@ class Columns:
         return names[turns.agent[np.flatnonzero(turns.sample == sample)[0]]]
 
     def sample(self, index: int) -> slice:
-        """Where a sample lies in T."""
+        """The slice of T that holds a sample."""
         return slice(int(self.sample_offsets[index]), int(self.sample_offsets[index + 1]))
 
 
@@ -171,18 +173,20 @@ def write_columns(store: Store, key: str, columns: Columns) -> BlobRef:
 
 
 def read_columns(store: Store, ref: BlobRef, *, verify: bool = True) -> Columns:
-    """Views of the memory map."""
+    """Read a columns file as views of its memory map."""
     file = tensors.read(store, ref, verify=verify)
     if file.metadata.pop("format", None) != FORMAT:
         raise BlobCorrupt(f"blob {ref.key} is not {FORMAT}")
     metadata = {name: json.loads(text) for name, text in file.metadata.items()}
-    own, turn, by_token, by_sample = (dict[str, Array]() for _ in range(4))
+    top_level, turn, by_token, by_sample = (dict[str, Array]() for _ in range(4))
     for name, array in file.arrays.items():
-        prefix, dot, rest = name.partition(".")
-        {TURN: turn, TOKEN_FIELD: by_token, SAMPLE_FIELD: by_sample}.get(prefix + dot, own)[rest or name] = array
+        prefix, dot, suffix = name.partition(".")
+        {TURN: turn, TOKEN_FIELD: by_token, SAMPLE_FIELD: by_sample}.get(prefix + dot, top_level)[suffix or name] = (
+            array
+        )
     try:
         turns = TurnTable(**turn, words=metadata.pop("words"))
-        return Columns(**own, turns=turns, token_fields=by_token, sample_fields=by_sample, **metadata)
+        return Columns(**top_level, turns=turns, token_fields=by_token, sample_fields=by_sample, **metadata)
     except (KeyError, TypeError, StageError) as error:
         raise BlobCorrupt(f"blob {ref.key} is not a complete columns file: {error}") from error
 

@@ -21,7 +21,8 @@ FORMAT = "headpond.experts.1"
 SHARED_FORMAT = "headpond.experts.2"
 """Chunks have a fourth number, their first row in the file: samples may have rows in common, in any order."""
 
-# What a reader puts where the engine sent no row: a number, or "dummy", the valid experts (0, 1, ..., topk-1).
+# A reader's filling for tokens without a row: a number, or "dummy", the valid experts (0, 1, ...,
+# topk-1).
 Missing = Literal[-1, 0, "dummy"]
 Layers = slice | Sequence[int]
 
@@ -35,7 +36,7 @@ class Chunk:
     """position of its first row in the sample"""
     rows: int
     row: int | None = None
-    """its first row in the file; by default the one behind the chunk before"""
+    """its first row in the file; by default the row after the previous chunk"""
 
 
 def seal_experts(
@@ -50,12 +51,14 @@ def seal_experts(
     rollout: str,
     attempt: int,
 ) -> BlobRef:
-    """Complete the blob from a part with a reserved head that holds the chunks' rows. `row` is (layers, topk). In a
-    sample, later chunks have later positions."""
-    rows, rest = divmod(part.length - HEAD, row[0] * row[1] * dtype.itemsize)
+    """Complete the blob from `part`, which has a reserved head and the chunks' rows.
+
+    `row` is (layers, topk). Later chunks of a sample have later positions.
+    """
+    rows, partial_row = divmod(part.length - HEAD, row[0] * row[1] * dtype.itemsize)
     ends = [chunk.row + chunk.rows for chunk in chunks if chunk.row is not None]
     needed = sum(chunk.rows for chunk in chunks)
-    if rest or (rows < max(ends) if ends else rows != needed):
+    if partial_row or (rows < max(ends) if ends else rows != needed):
         raise StageError(f"part {part.path.name} has {part.length - HEAD} bytes for {needed} rows of {row} {dtype}")
     table, table_format = _table(chunks, rows)
     layout = {
@@ -75,7 +78,7 @@ def seal_experts(
 
 
 def _table(chunks: Sequence[Chunk], rows: int) -> tuple[Array, str]:
-    """The chunk table and its format: the simple one if all rows follow one another as the chunks do."""
+    """The chunk table and its format: the simple one if all rows are in the order of the chunks."""
     ordered = sorted(chunks, key=lambda chunk: chunk.row or 0)
     table = np.array([(chunk.sample, chunk.first, chunk.rows) for chunk in ordered], np.int64).reshape(-1, 3)
     placed = (np.cumsum(table[:, 2]) - table[:, 2]).tolist()
@@ -104,7 +107,7 @@ class Experts:
         """u8|u16[rows, layers, topk]"""
         self.routed_valid = file.arrays["routed_valid"]
         """u8[T], the rollout's samples one after the other: 1 where the engine sent a row"""
-        chunks = file.arrays["chunks"].copy()  # aligned, which it need not be in the file
+        chunks = file.arrays["chunks"].copy()  # a copy is aligned, the file's array may not be
         if chunks.shape[1:] == (3,) and kind == FORMAT:
             chunks = np.column_stack([chunks, np.cumsum(chunks[:, 2]) - chunks[:, 2]])
             complete = chunks[:, 2].sum() == len(self.rows)
@@ -117,8 +120,10 @@ class Experts:
     def read(
         self, sample: int, start: int, stop: int, out: Array, *, layers: Layers = slice(None), missing: Missing = -1
     ) -> None:
-        """Copy a sample's rows of positions start..stop into `out` [stop-start, layers, topk], of any integer type
-        that holds them; positions without a row are filled with `missing`."""
+        """Copy a sample's rows of positions start..stop into `out` [stop-start, layers, topk].
+
+        `out` has any integer type that holds the ids. `missing` fills positions without a row.
+        """
         self._check_type(out.dtype, missing)
         filling = np.arange(self.rows.shape[2]) if missing == "dummy" else missing
         touched = (self._sample == sample) & (self._first < stop) & (self._first + self._count > start)

@@ -29,7 +29,7 @@ def directory_of(url: str) -> Path:
 
 
 class FileStore(Store):
-    """Its directory is created with the first blob."""
+    """A store in a directory, which is created with the first blob."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
@@ -74,9 +74,10 @@ class FileStore(Store):
             blob.rename(path)
 
     def sync(self, keys: Iterable[str]) -> None:
-        """fsync the bytes of blobs, then every directory on the way to them once.
+        """fsync the bytes of blobs, then every directory above them once.
 
-        BlobUnwritten if that fails: bytes may be lost then, although a later fsync succeeds. Verify the blobs after it.
+        BlobUnwritten if an fsync fails. Bytes may then be lost although a later fsync succeeds:
+        verify the blobs after it.
         """
         paths = [self.path(key) for key in keys]
         parents = {parent for path in paths for parent in path.parents if parent.is_relative_to(self.root)}
@@ -117,7 +118,7 @@ class FileStore(Store):
             raise BlobCorrupt(f"blob {key} is a directory in {self}") from None
 
     def export(self, key: str, path: Path) -> None:
-        """A hard link, or a copy where there are none."""
+        """Create a hard link, or a copy where the file system has no links."""
         with writing(path):
             try:
                 path.hardlink_to(self.path(key))

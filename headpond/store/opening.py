@@ -1,7 +1,8 @@
-"""`open_store(url)`: what stands before `://` names the class, `file`, `memory`, or `module:Class` for one's own.
+"""`open_store(url)`: the text before `://` names the class: `file`, `memory`, or `module:Class` for
+a custom store.
 
-Each process imports the class that its own configuration names. A run directory holds the URL for those that have no
-configuration: the trainer's reader, and commands that are given a run directory.
+Each process imports the class that its own configuration names. The run directory holds the URL
+too. The trainer's reader, and commands that are given a run directory, have no configuration.
 """
 
 import difflib
@@ -23,22 +24,24 @@ FORMS = "write file:///absolute/path for a shared directory, or module:Class://a
 
 
 def open_store(url: str) -> Store:
-    """The same for every call in a process. ConfigError if there is no such store."""
+    """Open the store at `url`, the same one for every call in a process. ConfigError if there is no
+    such store."""
     return _opened(url, os.getpid())
 
 
 def owner_of(store: Store) -> str | None:
-    """The run that a store belongs to; None if it is no run's."""
+    """The run that owns a store; None if no run does."""
     return store.read(OWNER_KEY).decode() if store.size(OWNER_KEY) is not None else None
 
 
 def stored_url(run_dir: Path, url: str) -> str:
-    """What `run.json` says: a directory as a path, because a run may be moved; any other store as its URL."""
+    """The store's URL as `run.json` holds it. A directory is held as a path, because a run may be
+    moved."""
     return relative_path(run_dir, directory_of(url)) if url.startswith("file:") else url
 
 
 def relative_path(run_dir: Path, path: Path) -> str:
-    """`path` from `run_dir`, if it lies there."""
+    """`path` relative to `run_dir` if it lies inside, else unchanged."""
     root = run_dir.resolve()
     return str(path.relative_to(root) if path.is_relative_to(root) else path)
 
@@ -108,8 +111,12 @@ def _find(url: str, module: Any, name: str) -> type[Store]:
     kind = getattr(module, name, None)
     if isinstance(kind, type) and issubclass(kind, Store):
         return kind
-    stores = [key for key, each in vars(module).items() if isinstance(each, type) and issubclass(each, Store)]
-    nearest = difflib.get_close_matches(name, [each for each in stores if each != "Store"], n=1, cutoff=0.0)
+    stores = [
+        key for key, candidate in vars(module).items() if isinstance(candidate, type) and issubclass(candidate, Store)
+    ]
+    nearest = difflib.get_close_matches(
+        name, [candidate for candidate in stores if candidate != "Store"], n=1, cutoff=0.0
+    )
     hint = f"; the nearest is {nearest[0]!r}" if nearest else ""
-    what = "has no class" if kind is None else "has no subclass of headpond.store.Store named"
-    raise ConfigError(f"store {url!r}: module {module.__name__} {what} {name!r}{hint}")
+    problem = "has no class" if kind is None else "has no subclass of headpond.store.Store named"
+    raise ConfigError(f"store {url!r}: module {module.__name__} {problem} {name!r}{hint}")

@@ -24,14 +24,16 @@ from headpond.store.atomic import UnfinishedFile, writing
 
 Piece = bytes | bytearray | memoryview | np.ndarray[Any, Any]
 
-# Bytes. The checksum of a file is xxh3 over its bytes from HEAD on, then over its first HEAD bytes, so that a header
-# can be written last. One page: what follows is aligned for every dtype.
+# Bytes that are reserved for a header. The checksum of a file is xxh3 over its bytes from HEAD on,
+# then over its first HEAD bytes, so that a header can be written last. One page keeps the following
+# arrays aligned for every dtype.
 HEAD = 4096
 
 BUFFERS_PER_WRITE = 1024  # most buffers of one pwritev (IOV_MAX on Linux)
 BYTES_PER_READ = 1 << 22  # bounds the memory of `recover`, which computes the checksum again
 
-# Bytes from which on space is reserved for a part, each time for as much again. Saves a quarter of the time.
+# A part beyond this many bytes gets space reserved, each time for as much again. This saves a
+# quarter of the time.
 RESERVED_FROM = 1 << 20
 FALLOC_FL_KEEP_SIZE = 1
 _libc_fallocate = getattr(ctypes.CDLL(None), "fallocate", None)  # os.posix_fallocate may write zeros
@@ -116,7 +118,7 @@ class Part(GrowingFile):
             self._digest(view)
 
     def discard(self) -> None:
-        with contextlib.suppress(OSError):  # of bytes that are not wanted
+        with contextlib.suppress(OSError):  # the bytes are thrown away
             self._close()
         super().discard()
 
@@ -128,7 +130,7 @@ class Part(GrowingFile):
         return Mark(length=self.length, tail=self._tail.copy())
 
     def reset(self, mark: Mark) -> None:
-        """Undo the appends since `mark`. For parts with a reserved head."""
+        """Undo the appends since `mark`. The part must have a reserved head."""
         self.length, self._tail = mark.length, mark.tail.copy()
 
     def finish(self, *, head: bytes = b"") -> tuple[int, str]:

@@ -1,4 +1,5 @@
-"""A directory of one process over another store: blobs are read from the other, all else is read and written here."""
+"""A directory of one process over another store. Blobs are opened from the other; all else happens
+in the directory."""
 
 from headpond.store.base import BlobRef, Bytes, Store
 from headpond.store.files import FileStore

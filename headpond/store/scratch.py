@@ -1,7 +1,9 @@
-"""Directories of this host for stores that are not a directory: blobs grow in them, and are downloaded to them.
+"""Local directories for stores that are no directory themselves. Blobs grow in them, and are
+downloaded to them.
 
-They lie in the directory for temporary files (TMPDIR), one for each process. The next process removes those of
-processes that ended, unless they were kept under a name: a session server finds its unsealed sessions again.
+They lie in the directory for temporary files (TMPDIR), one for each process. The next process
+removes those of ended processes. Directories that are kept under a name stay: a session server
+finds its unsealed sessions again.
 """
 
 import contextlib
@@ -28,10 +30,10 @@ _claimed: dict[tuple[int, str], Path] = {}
 _claiming = threading.Lock()
 
 
-def directory(url: str, kept: str | None = None) -> Path:
-    """The directory of this process for the store at `url`, or the one that is kept under a name."""
-    if kept:
-        path = _root(url) / f"{KEPT}{kept}"
+def directory(url: str, kept_name: str | None = None) -> Path:
+    """This process's directory for the store at `url`, or the one that is kept under `kept_name`."""
+    if kept_name:
+        path = _root(url) / f"{KEPT}{kept_name}"
         path.mkdir(exist_ok=True)
         return path
     process = (os.getpid(), url)
@@ -49,8 +51,8 @@ def sweep(root: Path, top: Path, named: Collection[str]) -> list[str]:
     removed = [path for path in _files(top) if path.relative_to(root).as_posix() not in named]
     for path in removed:
         path.unlink(missing_ok=True)
-    for each in sorted((path for path in top.rglob("*") if path.is_dir()), reverse=True):
-        remove_if_empty(each)
+    for subdirectory in sorted((path for path in top.rglob("*") if path.is_dir()), reverse=True):
+        remove_if_empty(subdirectory)
     remove_if_empty(top)
     return sorted(path.relative_to(root).as_posix() for path in removed)
 
@@ -66,7 +68,7 @@ def unnamed(root: Path, top: Path, named: Collection[str]) -> dict[str, int]:
 
 
 def remove_if_empty(directory: Path) -> bool:
-    """Whether it is gone."""
+    """Remove a directory if it is empty. Return whether it is gone."""
     try:
         directory.rmdir()
     except OSError as error:
@@ -81,7 +83,8 @@ def _files(directory: Path) -> Iterator[Path]:
 
 
 def _root(url: str) -> Path:
-    """The directory of all processes of this user and host for one store. Other users cannot write to it."""
+    """The directory that all processes of this user and host share for one store. Other users
+    cannot write to it."""
     home = Path(tempfile.gettempdir()) / f"headpond-{os.getuid()}"
     home.mkdir(mode=0o700, exist_ok=True)
     status = home.lstat()
@@ -93,7 +96,7 @@ def _root(url: str) -> Path:
 
 
 def _claim(root: Path) -> Path:
-    """A new directory, locked until this process ends. Removes those whose lock is free."""
+    """Create a directory that is locked until this process ends. Remove those whose lock is free."""
     with _locked(root / LOCK):
         for other in root.iterdir():
             if other.is_dir() and not other.name.startswith(KEPT) and (lock := _try_lock(other / LOCK)) is not None:
@@ -116,7 +119,7 @@ def _locked(path: Path) -> Generator[None]:
 
 
 def _try_lock(path: Path) -> int | None:
-    """A descriptor that holds the lock while it is open."""
+    """A descriptor that holds the lock while it is open; None if another process holds it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,8 @@
-"""The safetensors format: named arrays and string metadata in one blob, read as views of the memory map.
+"""The safetensors format: named arrays and string metadata in one blob, read as views of the memory
+map.
 
-Implemented here and not with the `safetensors` package, which builds the whole file in memory and copies when it reads;
-here arrays are written without a copy, and a header can be written last. The package's reader opens every file.
+The `safetensors` package builds the whole file in memory, and copies when it reads. Here arrays are
+written without a copy, and a header can be written last. The package's reader opens every file.
 """
 
 import json
@@ -47,15 +48,18 @@ def _json(value: Mapping[str, Any]) -> bytes:
 def pieces(
     arrays: Mapping[str, Array], metadata: Mapping[str, str], *, encode: Callable[[Mapping[str, Any]], bytes] = _json
 ) -> list[Piece]:
-    """The bytes of the file. The order of `arrays` does not matter; wide dtypes come first, so all are aligned.
-    `encode` makes compact JSON: orjson does so faster, but readers of blobs need only NumPy and xxhash."""
+    """The bytes of the file. The order of `arrays` does not matter: wide dtypes come first, so all
+    are aligned.
+
+    `encode` makes compact JSON. orjson is faster, but readers of blobs need only NumPy and xxhash.
+    """
     ordered = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
     layout = {name: (arrays[name].dtype, arrays[name].shape) for name in ordered}
     return [header(layout, metadata, encode=encode), *(np.ascontiguousarray(arrays[name]) for name in ordered)]
 
 
 def to_bytes(arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> bytes:
-    """The whole file in memory, for a small one."""
+    """The whole file in memory. Use it for small files."""
     return b"".join(piece.tobytes() if isinstance(piece, np.ndarray) else piece for piece in pieces(arrays, metadata))
 
 

@@ -1,4 +1,5 @@
-"""The samples of a batch one by one, as other trainers take them: a prompt, and everything after it."""
+"""The samples of a batch one by one, in the form that other trainers take: a prompt and
+everything after it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,12 +16,12 @@ from headpond.ids import RolloutId
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedSample:
-    """Views of a micro-batch; one entry per token."""
+    """One sample, as views of a micro-batch; one entry per token."""
 
     rollout: BatchRollout
     sample_in_rollout: int
     group: int
-    """index of its group in `batch.plan.groups`"""
+    """Index of the sample's group in `batch.plan.groups`."""
     input_ids: Array
     loss_mask: Array
     logprobs: Array
@@ -29,30 +30,32 @@ class TrainedSample:
     sampling: Array
     truncated: bool
     routed_experts: Array | None
-    """[tokens, layers, top-k], -1 where the engine sent none; None if no rollout of the step has any"""
+    """[tokens, layers, top-k], -1 where the engine sent none. None if no rollout of the step has
+    any."""
     support_ids: Array
     support_offsets: Array
-    """token t was drawn from `support_ids[support_offsets[t] : support_offsets[t + 1]]`, where that is recorded"""
+    """Token t was drawn from `support_ids[support_offsets[t] : support_offsets[t + 1]]`, if that
+    is recorded."""
 
     @property
     def rollout_number(self) -> int:
-        """Its rollout's index in the group."""
+        """Index of the sample's rollout in the group."""
         return RolloutId.parse(self.rollout.rollout).number
 
     @property
     def prompt_length(self) -> int:
-        """Tokens before the first one that the policy sampled."""
+        """Number of tokens before the first one that the policy sampled."""
         sampled = np.flatnonzero(self.versions >= 0)
         return int(sampled[0]) if sampled.size else int(self.input_ids.size)
 
     @property
     def completions(self) -> int:
-        """Runs of sampled tokens."""
+        """Number of runs of sampled tokens."""
         return int(np.count_nonzero(np.diff(self.versions >= 0, prepend=False)[self.versions >= 0]))
 
     @property
     def advantage(self) -> float:
-        """The mean over trained tokens: trainers with one advantage a sample take this."""
+        """The mean over trained tokens, for trainers with one advantage a sample."""
         trained = self.advantages[self.loss_mask != 0]
         return float(trained.mean()) if trained.size else 0.0
 
@@ -61,15 +64,16 @@ class TrainedSample:
 
 
 def samples_of(batch: Batch, *, routes: bool = False) -> Iterator[TrainedSample]:
-    """In the order of groups, rollouts and samples. `routes`: with routed experts, if the step has any."""
-    found = list[TrainedSample]()
+    """Yield samples in the order of groups, rollouts and samples. `routes` adds routed experts,
+    if the step has any."""
+    samples = list[TrainedSample]()
     routed = routes and any(rollout.experts for rollout in batch.plan.rollouts)
     for mb in batch.micro_batches():
         experts = mb.routed_experts(missing=-1) if routed else None
         support = mb.sampling_support()
         for number, (start, stop) in enumerate(pairwise(mb.cu_seqlens[: len(mb.samples) + 1].tolist())):
             columns = ("input_ids", "loss_mask", "logprobs", "advantages", "versions", "sampling")
-            found.append(
+            samples.append(
                 TrainedSample(
                     rollout=batch.plan.rollouts[int(mb.samples.rollout_index[number])],
                     sample_in_rollout=int(mb.samples.sample_in_rollout[number]),
@@ -81,4 +85,4 @@ def samples_of(batch: Batch, *, routes: bool = False) -> Iterator[TrainedSample]
                     **{name: getattr(mb, name)[start:stop] for name in columns},
                 )
             )
-    yield from sorted(found, key=lambda each: (each.group, each.rollout.rollout, each.sample_in_rollout))
+    yield from sorted(samples, key=lambda sample: (sample.group, sample.rollout.rollout, sample.sample_in_rollout))

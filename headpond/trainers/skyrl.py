@@ -1,4 +1,5 @@
-"""SkyRL: a batch as the `GeneratorOutput` that `GeneratorInterface.generate` returns (skyrl 0.4)."""
+"""SkyRL: a batch as the `GeneratorOutput` that `GeneratorInterface.generate` returns (skyrl
+0.4)."""
 
 from importlib import import_module
 from itertools import pairwise
@@ -12,8 +13,9 @@ from headpond.trainers.samples import TrainedSample, samples_of
 
 
 def to_generator_output(batch: Batch, trajectory_class: Any = None) -> dict[str, Any]:
-    """`trajectory_class` is SkyRL's `TrajectoryID`. A rollout of several samples is a trajectory of several steps, of
-    which the last has the reward: set `generator.step_wise_trajectories=true` if the run has such rollouts."""
+    """Convert a batch. `trajectory_class` is SkyRL's `TrajectoryID`. A rollout of several
+    samples is a trajectory of several steps, and the last step has the reward: set
+    `generator.step_wise_trajectories=true` if the run has such rollouts."""
     trajectory: Any = trajectory_class or import_module("skyrl.train.generators.base").TrajectoryID
     samples = list(samples_of(batch, routes=True))
     last = [*(one.rollout != other.rollout for one, other in pairwise(samples)), True]
@@ -31,6 +33,7 @@ def to_generator_output(batch: Batch, trajectory_class: Any = None) -> dict[str,
             trajectory(instance_id=sample.rollout.group, repetition_id=sample.rollout_number) for sample in samples
         ],
         "trajectory_generation_times": None,
+        # SkyRL 0.4 takes arrays and refuses the lists that 0.3 took.
         "rollout_expert_indices": [_routes(sample.routed_experts) for sample in samples] if routed else None,
         "rollout_sample_support": [_support(sample, widest) for sample in samples] if widest else None,
         "is_last_step": last,
@@ -38,13 +41,15 @@ def to_generator_output(batch: Batch, trajectory_class: Any = None) -> dict[str,
 
 
 def _routes(rows: Array | None) -> Array:
-    """[tokens, layers, top-k] in the smallest of SkyRL's dtypes; 0 where the engine sent none."""
+    """Return routes [tokens, layers, top-k] in the smallest of SkyRL's dtypes; 0 where the
+    engine sent none."""
     sent = np.maximum(rows if rows is not None else np.empty(0), 0)
     return sent.astype(np.uint8 if sent.max(initial=0) < 256 else np.int16)
 
 
 def _support(sample: TrainedSample, widest: int) -> Array:
-    """For each token after the prompt, the tokens that it was drawn from, then -1; -1 alone where that is not known."""
+    """Return the tokens that each token after the prompt was drawn from, padded with -1. A row
+    of -1 alone was not recorded."""
     lengths = np.diff(sample.support_offsets)[:, None]
     rows = np.full((lengths.size, widest), -1, np.int32)
     rows[np.arange(widest) < lengths] = sample.support_ids

@@ -14,11 +14,9 @@ from headpond.trainers.samples import TrainedSample, samples_of
 
 
 def to_samples(batch: Batch, sample_class: Any = None) -> list[list[Any]]:
-    """One list per group. `sample_class` is slime's or miles' `Sample`; default: that of slime.
-
-    The reward is the environment's; `metadata["advantage"]` has Headpond's estimate, for
-    `--custom-convert-samples-to-train-data-path`.
-    """
+    """Convert a batch to one list per group. `sample_class` is slime's or miles' `Sample`;
+    default: slime's. The reward is the environment's. `metadata["advantage"]` has Headpond's
+    estimate, for `--custom-convert-samples-to-train-data-path`."""
     kind: Any = sample_class or import_module("slime.utils.types").Sample
     groups: dict[int, list[Any]] = {}
     for index, sample in enumerate(samples_of(batch, routes=True)):
@@ -36,7 +34,8 @@ def _converted(kind: Any, index: int, sample: TrainedSample) -> Any:
         reward=sample.rollout.reward,
         loss_mask=sample.after_prompt(sample.loss_mask),
         rollout_log_probs=sample.after_prompt(sample.logprobs),
-        # Of all tokens but the last, which was never an input; rows that the engine did not send are 0.
+        # The last token was never an input and has no routes. Rows that the engine did not send are
+        # 0.
         rollout_routed_experts=None if routes is None else np.maximum(routes[:-1], 0).astype(np.int32),
         weight_versions=[str(version) for version in np.unique(sample.versions[sample.versions >= 0])],
         status=kind.Status.TRUNCATED if sample.truncated else kind.Status.COMPLETED,

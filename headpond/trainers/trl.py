@@ -1,8 +1,11 @@
-"""TRL reads a run: `HeadpondWorker` for `AsyncGRPOTrainer(rollout_worker=..., weight_transfer=...)`, `HeadpondRollouts`
-for `GRPOTrainer(rollout_func=..., reward_funcs=...)`. TRL 1.16.
+"""TRL (1.16) reads a run: `HeadpondWorker` or `HeadpondRollouts`.
 
-Both acknowledge a step when TRL has taken all of its samples and updated its weights, and publish these weights.
-Started again, they continue after the last acknowledged step; `resume_step` names another one.
+`AsyncGRPOTrainer(rollout_worker=..., weight_transfer=...)` takes the first,
+`GRPOTrainer(rollout_func=..., reward_funcs=...)` the second.
+
+Both acknowledge a step after TRL has taken all of its samples and updated its weights, and
+publish these weights. A restarted program continues after the last acknowledged step;
+`resume_step` names another one.
 """
 
 import contextlib
@@ -20,19 +23,20 @@ from headpond.errors import BatchError
 from headpond.trainers.samples import TrainedSample, samples_of
 from headpond.trainers.weights import PublishedWeights
 
-QUEUED = 4096  # samples: a step or two; the reader waits beyond that
+QUEUED = 4096  # Samples of a step or two. The reader waits beyond that.
 REWARD = "headpond_reward"
 
 
 def _reader(run_dir: str | Path, resume_step: int | None = None, **options: Any) -> BatchReader:
+    # TRL's checkpoints name no step: reading continues after the last acknowledged one.
     acked = read_trainer(Path(run_dir)).acked
     resume_step = acked if resume_step is None and acked >= 0 else resume_step
     return BatchReader(run_dir, data_rank=0, data_ranks=1, resume_step=resume_step, **options)
 
 
 class HeadpondWorker:
-    """TRL's `RolloutWorkerProtocol`: a thread reads sealed steps and queues their samples with finished advantages.
-    TRL counts the weights that it begins with as 1."""
+    """TRL's `RolloutWorkerProtocol`: a thread reads sealed steps and queues their samples with
+    finished advantages. TRL numbers its first weights 1."""
 
     def __init__(self, run_dir: str | Path, weights: PublishedWeights | None = None, **reader: Any) -> None:
         self.rollout_buffer: queue.Queue[Any] = queue.Queue(QUEUED)
@@ -43,7 +47,8 @@ class HeadpondWorker:
         self._failure: BaseException | None = None
         self._stopped, self._ended = threading.Event(), False
         self._queued = deque[tuple[int, int]]()
-        """step, and the number of samples that were queued up to its end; the thread adds, the trainer takes away"""
+        """(step, number of samples queued up to its end). The thread appends entries, the
+        trainer removes them."""
         self._put = 0
         self._sample = import_module("trl.experimental.async_grpo.async_rollout_worker").RolloutSample
 
@@ -52,7 +57,7 @@ class HeadpondWorker:
         self._acknowledge()
 
     def update_model_version(self, model_version: int) -> None:
-        """TRL has sent these weights."""
+        """Acknowledge trained steps and announce the weights that TRL has sent."""
         self._acknowledge()
         if self._weights:
             self._trl_ahead = model_version - self._weights.version
@@ -70,7 +75,7 @@ class HeadpondWorker:
                 for sample in samples_of(batch):
                     if sample.loss_mask.any():
                         self._offer(self._converted(sample, (batch.step << 20) + sample.group))
-                if self._stopped.is_set():  # the rest of the step was not offered
+                if self._stopped.is_set():  # The rest of the step was not offered.
                     return
                 self._queued.append((batch.step, self._put))
             self._ended = True
@@ -98,9 +103,9 @@ class HeadpondWorker:
 
 
 class HeadpondRollouts:
-    """`rollout_func` of GRPOTrainer: each call takes the next step, whatever prompts TRL names, and `reward` of it is
-    the reward function. TRL computes advantages itself, so a step has whole groups of `num_generations` rollouts, one
-    sample each, and as many rollouts as TRL asks for."""
+    """The `rollout_func` of GRPOTrainer; `reward` is its reward function. Each call takes the
+    next step, whatever prompts TRL names. TRL computes advantages itself: a step must have whole
+    groups of `num_generations` rollouts, one sample each, and as many rollouts as TRL requests."""
 
     def __init__(self, run_dir: str | Path, weights: PublishedWeights | None = None, **reader: Any) -> None:
         self._reader, self._weights, self._step = _reader(run_dir, **reader), weights, -1
@@ -110,7 +115,7 @@ class HeadpondRollouts:
         batch: Batch = next(self._reader)
         self._step, samples = batch.step, list(samples_of(batch))
         size, group = len(prompts), trainer.num_generations
-        whole = all(len({each.group for each in samples[n : n + group]}) == 1 for n in range(0, size, group))
+        whole = all(len({sample.group for sample in samples[n : n + group]}) == 1 for n in range(0, size, group))
         if len(samples) != size or not whole:
             raise BatchError(
                 f"step {batch.step} has {len(samples)} samples, and TRL asks for {size} in groups of {group}: set "
@@ -126,7 +131,8 @@ class HeadpondRollouts:
         }
 
     def acknowledge(self, trainer: Any) -> None:
-        """The step before is trained. Call it once more after `trainer.train()`."""
+        """Acknowledge the previous step, which is trained now. Call it once more after
+        `trainer.train()`."""
         if self._weights:
             self._weights.send_weights(trainer.accelerator.unwrap_model(trainer.model).named_parameters())
             self._weights.announce(self._reader)

@@ -1,6 +1,8 @@
-"""verl (0.9, V1 trainer): a batch as the keys, fields and tags that its agent loop puts into the TransferQueue.
+"""verl (0.9, V1 trainer): a batch as the keys, fields and tags that its agent loop puts into the
+TransferQueue.
 
-Groups take the place of verl's prompts: its replay buffer then finds them under the ids that verl has given out.
+Groups take the place of verl's prompts: verl's replay buffer finds them under the ids that verl
+assigned.
 """
 
 from importlib import import_module
@@ -16,8 +18,8 @@ from headpond.trainers.samples import samples_of
 def to_transfer_queue(
     batch: Batch, uids: list[str], *, global_steps: int
 ) -> tuple[list[str], list[dict[str, Any]], list[dict[str, Any]]]:
-    """`uids` are verl's prompts, as many as the batch has groups. verl computes advantages itself, from `rm_scores`;
-    that of Headpond is in `extra_fields`."""
+    """Convert a batch. `uids` are verl's prompts, as many as the batch has groups. verl computes
+    advantages itself, from `rm_scores`; Headpond's are in `extra_fields`."""
     torch: Any = import_module("torch")
     if len(uids) != (groups := len(batch.plan.groups)):
         has = f"step {batch.step} has {groups}: set batch.size to verl's data.train_batch_size"
@@ -28,7 +30,7 @@ def to_transfer_queue(
         ids = torch.tensor(sample.input_ids.tolist(), dtype=torch.int64)
         mask = torch.tensor(sample.after_prompt(sample.loss_mask), dtype=torch.int64)
         routes, routed = sample.routed_experts, dict[str, Any]()
-        if routes is not None:  # of all tokens; 0 where the engine sent none
+        if routes is not None:  # Routes of all tokens; 0 where the engine sent none.
             routed = {"routed_experts": torch.tensor(np.maximum(routes, 0).tolist(), dtype=torch.int16)}
         scores = torch.zeros(total - prompt)
         scores[-1:] = sample.rollout.reward

@@ -8,16 +8,20 @@ from typing import Any
 
 from headpond.batches.reader import BatchReader
 
-KEPT = 3  # directories: an engine may still load the one before the last
+KEPT = 3  # Number of directories: an engine may still load the second newest.
 
 
 class PublishedWeights:
-    """Writes each version of the weights beside the model's other files, and announces it to the run, which loads it
-    (`engine.weight_update = "headpond"`). TRL's `WeightTransferProtocol`. Version 0 is the model that the engine has;
-    a trainer that is started again counts on, so that no number stands for two sets of weights."""
+    """Writes each version of the weights beside the model's other files and announces it to the
+    run, which loads it (`engine.weight_update = "headpond"`). Implements TRL's
+    `WeightTransferProtocol`. Version 0 is the engine's model. A restarted trainer continues
+    counting: no number names two sets of weights."""
 
     def __init__(self, model_dir: str | Path, output_dir: str | Path) -> None:
         self._model, self._output = Path(model_dir), Path(output_dir)
+        # A checkpoint may be older than the engine's weights: a restarted trainer publishes it
+        # under a new number. One number for two sets of weights would make the versions of tokens
+        # wrong.
         self.version = max((int(path.name) for path in self._output.glob("*") if path.name.isdigit()), default=-1)
 
     def send_weights(self, iterator: Iterable[tuple[str, Any]]) -> None:

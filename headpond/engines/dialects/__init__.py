@@ -1,6 +1,8 @@
-"""The servers that Headpond can use, by `engine.dialect`: one class per module owns the request and the response.
+"""The servers that Headpond can use, by `engine.dialect`. One class per module owns the request and
+the response.
 
-Everything that training needs (ids, logprobs, routed experts) is requested here and cannot be switched off.
+Requests always ask for everything that training needs (ids, logprobs, routed experts). Callers
+cannot switch that off.
 """
 
 import inspect
@@ -56,8 +58,11 @@ METHODS = {
 
 
 def dialect_of(settings: Engine, *, renderer: AsyncRenderer | None = None, place: str = "") -> Dialect:
-    """ConfigError if the class cannot be loaded, if it needs a renderer and has none, or cannot use one. `place` is
-    that of the setting: `RunConfig.place_of`."""
+    """The dialect of `settings`. `place` is that of the setting: `RunConfig.place_of`.
+
+    ConfigError if the class cannot be loaded, if it needs a renderer and has none, or cannot use
+    one.
+    """
     try:
         return _constructed(settings, renderer)
     except ConfigError as error:
@@ -84,7 +89,8 @@ def _constructed(settings: Engine, renderer: AsyncRenderer | None) -> Dialect:
 
 
 def load_dialect(name: str) -> type[Dialect]:
-    """The class that `engine.dialect` names. Imports code of the user: only processes that use the engine call this."""
+    """The class that `engine.dialect` names. This imports the user's code: only processes that use
+    the engine call it."""
     setting = f"{SETTING} = {name!r}"
     kind: Any = import_attribute(DIALECTS.get(name, name), setting=SETTING)
     if not (isinstance(kind, type) and issubclass(kind, Dialect)):
@@ -100,10 +106,10 @@ def load_dialect(name: str) -> type[Dialect]:
 
 
 def _check_values(kind: type[Dialect], setting: str) -> None:
-    given: Any = kind.context_limit
-    texts = [text for text in given if isinstance(text, str)] if isinstance(given, tuple) else []
-    if not isinstance(given, tuple) or len(texts) != len(given) or "" in texts:
-        raise ConfigError(f"{setting}: {kind.__name__}.context_limit must be a tuple of lower-case texts: {given!r}")
+    phrases: Any = kind.context_limit
+    texts = [text for text in phrases if isinstance(text, str)] if isinstance(phrases, tuple) else []
+    if not isinstance(phrases, tuple) or len(texts) != len(phrases) or "" in texts:
+        raise ConfigError(f"{setting}: {kind.__name__}.context_limit must be a tuple of lower-case texts: {phrases!r}")
     if wrong := [text for text in texts if text != text.lower()]:
         raise ConfigError(f"{setting}: {kind.__name__}.context_limit must be lower-case: write {wrong[0].lower()!r}")
     control: Any = kind.control
@@ -118,15 +124,15 @@ def _check_methods(kind: type[Dialect], setting: str) -> None:
     for name, arguments in METHODS.items():
         if not hasattr(kind, name):
             continue
-        method, what = getattr(kind, name), f"{setting}: {kind.__name__}.{name}"
+        method, label = getattr(kind, name), f"{setting}: {kind.__name__}.{name}"
         if inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
-            raise ConfigError(f"{what} must be a plain function, not async")
+            raise ConfigError(f"{label} must be a plain function, not async")
         bound = isinstance(inspect.getattr_static(kind, name), (staticmethod, classmethod))
-        checked_function(method, *(() if bound else ("self",)), *arguments, what=what)
+        checked_function(method, *(() if bound else ("self",)), *arguments, what=label)
 
 
 def check_dialect(name: str, *, setting: str) -> Facts:
-    """For `registry.check_in_child`."""
+    """Check that a dialect can be loaded. `registry.check_in_child` calls this."""
     assert setting == SETTING
     load_dialect(name)
     return {}

@@ -1,4 +1,4 @@
-"""The base of all dialects, and the helpers that they share: for OpenAI-like chats, and for the parts of a response."""
+"""The base of all dialects, and their shared helpers for OpenAI-like chats and parts of a response."""
 
 import time
 from abc import ABC, abstractmethod
@@ -17,9 +17,9 @@ from headpond.renderers.protocol import NO_VALUES, NextTurn, TemplateValues, Too
 from headpond.turn import Body, Ids, Logprobs, Message, Turn, VersionSpan, ids_text
 
 MAX_TOKEN_ID = 2**31 - 1
-"""Stored as i32."""
+"""Token ids are stored as i32."""
 LOGPROB_ROUNDING = 1e-3
-"""Engines round: a logprob may exceed 0 by this much."""
+"""Engines round: a logprob may exceed 0 by this."""
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
 Logprob = Annotated[float, msgspec.Meta(ge=float(np.finfo(np.float32).min), le=LOGPROB_ROUNDING)]
@@ -29,16 +29,19 @@ ABORT = "abort"
 """The finish reason of both servers for a completion that they ended: a pause, an abort request, a shutdown."""
 CHAT_PATH = "/v1/chat/completions"
 CONTEXT_LIMIT = ("context length", "context_length", "maximum model length")
-"""In the error messages of vLLM, SGLang and OpenAI."""
+"""Phrases in the error messages of vLLM, SGLang and OpenAI."""
 A_DICT = "return a dict, the JSON object of the request"
 
 
 class AsyncRenderer(Protocol):
-    """Converts messages to tokens and back, for engines that take tokens. `headpond.renderers` implements it."""
+    """Converts messages to tokens and back, for engines that take tokens. `headpond.renderers`
+    implements it."""
 
     async def prompt_ids(self, turn: NextTurn) -> Ids:
-        """The tokens of the previous turn, unchanged, followed by those of the new messages; if the renderer cannot
-        extend the previous turn, the tokens of all messages."""
+        """The tokens of the previous turn, unchanged, followed by those of the new messages.
+
+        If the renderer cannot extend the previous turn, these are the tokens of all messages.
+        """
         ...
 
     async def message(
@@ -57,7 +60,7 @@ class Prompt:
     messages: Sequence[Message]
     tools: Tools = None
     ids: Ids | None = None
-    """Set if a renderer made them."""
+    """Token ids, if a renderer made them."""
     values: TemplateValues = field(default_factory=lambda: NO_VALUES)
     """The request's `chat_template_kwargs`, if a renderer uses them."""
     routes_from: int = 0
@@ -75,23 +78,27 @@ class ResponseFields(msgspec.Struct, frozen=True, kw_only=True):
     prompt_ids: msgspec.Raw = ABSENT
     """A JSON list. If absent, the ids of the request are used."""
     routed_experts: msgspec.Raw = ABSENT
-    """In any form that `headpond.engines.responses.routed_experts` reads."""
+    """Routed experts in any form that `headpond.engines.responses.routed_experts` reads."""
     sampling_mask: msgspec.Raw = ABSENT
     """A JSON list of lists: for each completion token, the ids that it was drawn from."""
     message: bytes | None = None
-    """The assistant's message as JSON; None from token-in/token-out, where the renderer makes it."""
+    """The assistant's message as JSON; None from token-in/token-out, because the renderer makes it."""
     finish_reason: str | None = None
     version: int | None = None
     """Policy version of the weights when the completion ended, if the response states only that."""
     version_spans: tuple[VersionSpan, ...] = ()
-    """The versions of all completion tokens, in order, if the response states them: they are then exact."""
+    """The versions of all completion tokens, in order, if the response states them. They are then
+    exact."""
     final: bool = True
-    """False if the server aborted the completion: it is continued from its tokens, or the request is repeated."""
+    """False if the server aborted the completion. It is continued from its tokens, or the request
+    is repeated."""
 
 
 class DialectBoundary:
-    """A context. Headpond's own errors and `passing` say something about the request or the response. Any other error
-    is the dialect's: StageError, because the same request would fail again."""
+    """A context that turns the dialect's errors into StageError: the same request would fail again.
+
+    Headpond's own errors and `passing` go through: they concern the request or the response.
+    """
 
     __slots__ = ("_dialect", "_method", "_passing")
 
@@ -110,32 +117,37 @@ class DialectBoundary:
 
 
 class Dialect(ABC):
-    """The API of one kind of server: its request, and where its response has what is recorded.
+    """The API of one kind of server: its request, and the places of the recorded parts in its
+    response.
 
-    One instance per process. `read` is called in several threads at once.
+    There is one instance per process. Several threads call `read` at once.
     """
 
     endpoint: ClassVar[str]
     """Path of the request, below the engine's URL."""
     absent_hint: ClassVar[str] = ""
-    """What to do if the server does not have it."""
+    """The remedy if the server lacks the endpoint."""
     takes_messages: ClassVar[bool] = True
-    """If False, prompts are sent as tokens: `policy.renderer` is required."""
+    """Whether prompts can be sent as messages. If False, they are sent as tokens: `policy.renderer`
+    is required."""
     takes_tokens: ClassVar[bool] = False
-    """Whether `Prompt.ids` can be sent: `policy.renderer` is allowed."""
+    """Whether `Prompt.ids` can be sent. If so, `policy.renderer` is allowed."""
     prompt_key: ClassVar[bytes] = b""
-    """Text directly before the first prompt id in a response, as the server prints it (`"prompt_token_ids":[`).
+    """Text directly before the first prompt id in a response, as the server prints it
+    (`"prompt_token_ids":[`).
 
-    Both keys only save time: ids that an earlier turn has, and routed experts, are then skipped instead of parsed.
+    Both keys only save time: routed experts, and ids that an earlier turn has, are then skipped
+    instead of parsed.
     """
     experts_key: ClassVar[bytes] = b""
     """Text directly before the routed experts in a response (`"routed_experts":`)."""
     checks_values: ClassVar[bool] = False
-    """Whether `read` checks each id and logprob, by `TokenId` and `Logprob`. If not, they are checked after it."""
+    """Whether `read` checks each id and logprob, by `TokenId` and `Logprob`. If not, they are
+    checked afterwards."""
     context_limit: ClassVar[tuple[str, ...]] = CONTEXT_LIMIT
-    """Lower-case texts, one of which is in an HTTP 4xx that refuses a prompt for its length."""
+    """Lower-case texts. An HTTP 4xx that contains one refuses a prompt for its length."""
     control: ClassVar[ControlCalls] = ControlCalls()
-    """How the server says which weights it has, and loads others."""
+    """The calls that read the version of the server's weights, and load others."""
 
     def __init__(self, settings: Engine, *, renderer: AsyncRenderer | None = None) -> None:
         self.settings = settings
@@ -143,19 +155,24 @@ class Dialect(ABC):
 
     @abstractmethod
     def request_fields(self, prompt: Prompt, sampling: Mapping[str, Any]) -> dict[str, Any]:
-        """The JSON object of a request, without the model. It must ask for ids and logprobs whatever `sampling` says;
-        `sampling` has OpenAI's names (`temperature`, `max_tokens`) and what `policy.sampling.more` adds."""
+        """The JSON object of a request, without the model. It must ask for ids and logprobs,
+        whatever `sampling` contains.
+
+        `sampling` has OpenAI's names (`temperature`, `max_tokens`) and those of
+        `policy.sampling.more`.
+        """
 
     @abstractmethod
     def read(self, text: bytes) -> ResponseFields:
         """Decode a response. `Upstream` or msgspec's DecodeError if it is malformed.
 
-        `text` has placeholders where the keys were found: return prompt ids and routed experts as `msgspec.Raw` of it,
-        undecoded.
+        `text` has placeholders at the keys' places. Return prompt ids and routed experts as
+        `msgspec.Raw` of it, undecoded.
         """
 
     def request_body(self, prompt: Prompt, sampling: Mapping[str, Any], *, model: str | None = None) -> bytes:
-        """StageError if `request_fields` fails, BadRequest if JSON has no form for what the caller passed."""
+        """The request as JSON. StageError if `request_fields` fails, BadRequest if JSON has no form
+        for the caller's values."""
         with DialectBoundary(self, "request_fields"):
             fields: Any = self.request_fields(prompt, sampling)
             if not isinstance(fields, dict):
@@ -167,8 +184,10 @@ class Dialect(ABC):
             raise BadRequest(f"the request is not JSON-serializable: {error}") from error
 
     def named(self, body: bytes, name: str) -> bytes:
-        """The body of a request that its response is to name, if the server does not take the name from the header
-        `X-Request-Id`."""
+        """The body with the request's name, which the response is to repeat.
+
+        Only servers that ignore the header `X-Request-Id` need it.
+        """
         return body
 
     def is_context_limit(self, error: str) -> bool:
@@ -176,11 +195,13 @@ class Dialect(ABC):
         return any(phrase in error.lower() for phrase in self.context_limit)
 
     def logprobs(self, body: Body) -> "Sequence[TokenChoice]":
-        """The tokens of a response that names them by id, with the most likely ones at their places."""
+        """The tokens of a response that names them by id, each with the most likely ones at its
+        place."""
         return ()
 
     def chat_completion(self, body: Body, turn: Turn) -> bytes:
-        """The response as a session's client gets it: OpenAI's chat completion, without what only training needs."""
+        """The response for a session's client: OpenAI's chat completion, without the parts that
+        only training needs."""
         assert turn.message is not None
         message, tokens = orjson.Fragment(turn.message), (turn.prompt_tokens, len(turn.completion_ids))
         usage = dict(zip(("prompt_tokens", "completion_tokens", "total_tokens"), (*tokens, sum(tokens)), strict=True))
@@ -204,7 +225,8 @@ class Dialect(ABC):
 
 
 class ChatDialect(Dialect):
-    """A server with OpenAI's chat API. Its responses reach a session's client unchanged except for routed experts."""
+    """A server with OpenAI's chat API. A session's client gets its responses unchanged, but without
+    routed experts."""
 
     endpoint: ClassVar[str] = CHAT_PATH
     prompt_key: ClassVar[bytes] = b'"prompt_token_ids":['
@@ -212,7 +234,7 @@ class ChatDialect(Dialect):
 
     @abstractmethod
     def required_fields(self, prompt: Prompt) -> dict[str, Any]:
-        """The request fields without which the response cannot be recorded. They override the caller's."""
+        """The request fields that recording needs in the response. They override the caller's."""
 
     def request_fields(self, prompt: Prompt, sampling: Mapping[str, Any]) -> dict[str, Any]:
         tools = {"tools": prompt.tools} if prompt.tools else {}
@@ -235,7 +257,8 @@ class TokenChoice:
 
 
 class TokenLogprob(msgspec.Struct, gc=False):
-    """An entry of `logprobs.content`. It names its token by text, which is not compared with the ids."""
+    """An entry of `logprobs.content`. It names its token by text. The text is not compared with the
+    ids."""
 
     logprob: Logprob
 
@@ -260,7 +283,7 @@ Value = TypeVar("Value")
 
 
 def finish_reason(turn: Turn) -> str | None:
-    """As in OpenAI's API, where calls end a completion that a renderer found them in."""
+    """The finish reason of OpenAI's API: `tool_calls` if a renderer found calls in the completion."""
     calls = turn.message is not None and bool(orjson.loads(turn.message).get("tool_calls"))
     return "tool_calls" if calls and turn.finish_reason == "stop" else turn.finish_reason
 
@@ -274,8 +297,10 @@ def only_choice(choices: Sequence[Value]) -> Value:
 def read_completion(
     token_ids: msgspec.Raw, content: Sequence[TokenLogprob] | None, finish_reason: str | None = None
 ) -> tuple[Ids, Logprobs]:
-    """A choice's `token_ids` and `logprobs.content`, as arrays of equal length. One that was aborted before its first
-    token may have neither."""
+    """A choice's `token_ids` and `logprobs.content`, as arrays of equal length.
+
+    A completion that was aborted before its first token may have neither.
+    """
     if token_ids == ABSENT or content is None:
         if finish_reason == ABORT:
             return NO_IDS, NO_LOGPROBS
@@ -290,7 +315,8 @@ def read_completion(
 
 
 def read_message(raw: msgspec.Raw) -> bytes:
-    """The assistant's message as JSON. Null content is valid: a reasoning parser sends it while the thought goes on."""
+    """The assistant's message as JSON. Null content is valid: a reasoning parser sends it while the
+    thought goes on."""
     message = read_part(raw, MESSAGE, "message")
     if message.content is msgspec.UNSET and not message.tool_calls:
         raise Upstream("the engine's message has neither content nor tool calls")
@@ -298,7 +324,8 @@ def read_message(raw: msgspec.Raw) -> bytes:
 
 
 def read_ids(raw: bytes, name: str) -> Ids:
-    """A JSON list of ids: directly to an array if compact, else by type, which reports what is wrong with it."""
+    """A JSON list of ids as an array. A compact list is read directly, any other by type, which
+    reports its faults."""
     ids = compact_ids(raw)
     return np.array(read_part(raw, TOKEN_IDS, name), np.int32) if ids is None else ids
 
@@ -320,7 +347,8 @@ def listed_ids(text: bytes) -> Ids | None:
 
 
 def read_part(raw: bytes | memoryview | msgspec.Raw, decoder: msgspec.json.Decoder[Value], name: str) -> Value:
-    """Decode a part of a response. msgspec's error gives the path inside the part, so the part is named here."""
+    """Decode a part of a response. msgspec's error has the path inside the part only, so the part
+    is named here."""
     try:
         return decoder.decode(raw)
     except msgspec.DecodeError as error:

@@ -1,6 +1,8 @@
-"""Token-in/token-out: vLLM's `/inference/v1/generate`. The response has no message, and names tokens by their id.
+"""Token-in/token-out: vLLM's `/inference/v1/generate`. The response has no message, and names
+tokens by their id.
 
-Each logprob names its token: from vLLM 0.32 on by `token_id`, before by `token`, the text `token_id:<id>`.
+Each logprob names its token. vLLM 0.32 and later use `token_id`; earlier versions use `token`, the
+text `token_id:<id>`.
 """
 
 import re
@@ -28,7 +30,7 @@ from headpond.errors import Upstream
 from headpond.turn import Body, Ids, ids_text
 
 MAX_RANKS = 20
-"""As in OpenAI's API."""
+"""Most likely tokens per place. OpenAI's API has the same limit."""
 
 
 class Candidate(TokenLogprob, gc=False):
@@ -37,7 +39,7 @@ class Candidate(TokenLogprob, gc=False):
 
     @property
     def id(self) -> int:
-        """`Upstream` if it names no token."""
+        """The id of the token. `Upstream` if it names none."""
         if self.token_id is not None:
             return self.token_id
         digits = (self.token or "").removeprefix("token_id:")
@@ -61,7 +63,7 @@ class Choice(msgspec.Struct):
     sampling_mask: msgspec.Raw = ABSENT
     finish_reason: str | None = None
     weight_versions: list[LabelSpan] | None = None
-    """From vLLM 0.32 on."""
+    """Sent by vLLM 0.32 and later."""
 
 
 class GenerateResponse(msgspec.Struct):
@@ -90,7 +92,7 @@ OF_CHATS = frozenset(
     | {"prediction", "verbosity", "safety_identifier", "prompt_cache_key", "echo", "add_special_tokens"}
     | {"prompt_logprobs"}
 )
-"""Fields of a chat that are no sampling parameters."""
+"""Fields of a chat that are not sampling parameters."""
 
 
 class Generate(Dialect):
@@ -121,7 +123,9 @@ class Generate(Dialect):
             raise Upstream(f"the engine's response has malformed top_logprobs: {error}") from error
         return [
             TokenChoice(
-                id=token.id, logprob=token.logprob, top=[(each.id, each.logprob) for each in token.top_logprobs]
+                id=token.id,
+                logprob=token.logprob,
+                top=[(candidate.id, candidate.logprob) for candidate in token.top_logprobs],
             )
             for token in (choice.logprobs.content if choice.logprobs else ())
         ]

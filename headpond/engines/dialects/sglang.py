@@ -40,9 +40,9 @@ class MetaInfo(msgspec.Struct):
     output_token_logprobs: list[OutputToken] | None = None
     completion_tokens: int | None = None
     weight_version: str | Version | None = None
-    """When the completion ended."""
+    """Version of the weights when the completion ended."""
     weight_versions: list[LabelSpan] | None = None
-    """From 0.5.19 on."""
+    """Sent by SGLang 0.5.19 and later."""
     routed_experts: msgspec.Raw = ABSENT
     output_token_sampling_mask: msgspec.Raw = ABSENT
 
@@ -64,7 +64,7 @@ class Extension(msgspec.Struct):
 class ChatResponse(msgspec.Struct):
     choices: list[Choice]
     sglext: Extension | None = None
-    """Only to 0.5.18, which repeats the routed experts of `meta_info` here."""
+    """Sent by SGLang up to 0.5.18, which repeats the routed experts of `meta_info` here."""
 
 
 TOO_OLD = "the engine sends routed experts twice, as SGLang to 0.5.18 did; upgrade it to 0.5.19 or newer"
@@ -87,7 +87,8 @@ class Sglang(ChatDialect):
         return fields
 
     def named(self, body: bytes, name: str) -> bytes:
-        """Behind the caller's fields: of two with one name, the last one holds."""
+        """The body with the name as its last field: SGLang takes the last of two fields with one
+        name."""
         return body[:-1] + b',"rid":"%b"}' % name.encode()
 
     def read(self, text: bytes) -> ResponseFields:
@@ -96,8 +97,8 @@ class Sglang(ChatDialect):
         if response.sglext and response.sglext.routed_experts != ABSENT:
             raise Upstream(TOO_OLD)
         meta_info = choice.meta_info or NO_META_INFO
-        ended = meta_info.finish_reason.type if meta_info.finish_reason else None
-        aborted = ABORT in (choice.finish_reason, ended)
+        finish_type = meta_info.finish_reason.type if meta_info.finish_reason else None
+        aborted = ABORT in (choice.finish_reason, finish_type)
         ids, logprobs = read_output_tokens(meta_info, aborted=aborted)
         return ResponseFields(
             prompt_ids=choice.prompt_token_ids,

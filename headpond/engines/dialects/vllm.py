@@ -31,7 +31,8 @@ class ChatResponse(msgspec.Struct):
     choices: list[Choice]
     prompt_token_ids: msgspec.Raw = ABSENT
     prompt_routed_experts: msgspec.Raw = ABSENT
-    """In vLLM 0.21 only, which sends the prompt's rows here and those of the completion on the choice."""
+    """Sent by vLLM 0.21 only: it puts the prompt's rows here and those of the completion on the
+    choice."""
 
 
 TOO_OLD = "the engine sends routed experts as vLLM 0.21 did; upgrade it to 0.22.0 or newer"
@@ -43,8 +44,12 @@ class Vllm(ChatDialect):
     control: ClassVar[ControlCalls] = VllmCalls()
 
     def required_fields(self, prompt: Prompt) -> dict[str, Any]:
-        """Routed experts have no field: vLLM sends them if started with `--enable-return-routed-experts`. With a
-        reasoning parser and `include_reasoning: false`, ids and logprobs would be left out with the reasoning."""
+        """Fields that every request needs. Routed experts have none:
+        `--enable-return-routed-experts` makes vLLM send them.
+
+        With a reasoning parser and `include_reasoning: false`, vLLM would leave out ids and
+        logprobs with the reasoning.
+        """
         return {"logprobs": True, "return_token_ids": True, "include_reasoning": True}
 
     def read(self, text: bytes) -> ResponseFields:

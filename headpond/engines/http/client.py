@@ -34,7 +34,7 @@ from headpond.turn import Body, SaidVersion
 
 T = TypeVar("T")
 
-# Read of an error response: enough for its message.
+# Bytes of an error response that are read: enough for its message.
 ERROR_BYTES = 4096
 TRANSIENT = frozenset({408, 425, 429})
 
@@ -45,28 +45,28 @@ class Request:
     body: bytes
     headers: Mapping[str, str]
     version: SaidVersion | None = None
-    """Of the adapter that the request names: the response cannot be of another one."""
+    """Version of the adapter that the request names. The response has no other."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Response(Generic[T]):
     value: T
-    """What `read` returned."""
+    """The result of `read`."""
     replica: Replica
     version: SaidVersion
-    """Of the replica's weights before the request left."""
+    """Version of the replica's weights before the request left."""
     answered_at: float | None
-    """For `TurnMetadata`."""
+    """`TurnMetadata.answered_at`."""
     seconds: float
-    """That the replica took to answer."""
+    """Time that the replica took to answer."""
     failures: int
     """Failed attempts before this one."""
     aborts: int
-    """Those of them that the engine aborted."""
+    """How many of `failures` were aborts."""
 
 
 class EngineClient(EngineConnection):
-    """One per process."""
+    """Sends requests to the engine's replicas. One per process."""
 
     async def send(
         self,
@@ -76,17 +76,20 @@ class EngineClient(EngineConnection):
         preferred: Replica | None = None,
         usage: Usage | None = None,
     ) -> Response[T]:
-        """Send a request and pass the body of the response to `read` (`read_turn` for a recorded chat). A response
-        that `read` rejects with `Upstream` is retried like a failed request. `preferred` as in `Replicas.choose`;
-        `usage` counts what failed attempts cost."""
+        """Send a request and pass the body of the response to `read` (`read_turn` for a recorded
+        chat).
+
+        A response that `read` rejects with `Upstream` is retried like a failed request. `preferred`
+        is that of `Replicas.choose`. `usage` counts the cost of failed attempts.
+        """
         retries, failed = Retries(self.settings), None
         while True:
             replica = self.replicas.choose(preferred, failed=failed)
             try:
-                with replica.busy():  # from the choice on: requests that wait for a poll count for the next choice
-                    asked = await self.replicas.ask(replica)
+                with replica.busy():  # requests that wait for a poll count for the next choice
+                    answer = await self.replicas.ask(replica)
                     started = time.monotonic()
-                    with asked.sending():
+                    with answer.sending():
                         value = await self._send_once(replica, request, read, attempts=retries.attempts)
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 raise_if_out_of_descriptors(error)
@@ -109,7 +112,7 @@ class EngineClient(EngineConnection):
                 return Response(
                     value=value,
                     replica=replica,
-                    version=request.version or asked.version,
+                    version=request.version or answer.version,
                     answered_at=None if request.version else self.replicas.answered_at(),
                     seconds=time.monotonic() - started,
                     failures=retries.failures,
@@ -140,10 +143,10 @@ class EngineClient(EngineConnection):
 
 
 class Retries:
-    """Retry policy of one request: attempts, delays, and how the final failure is classified.
+    """Retry policy of one request: attempts, delays, and the class of the final failure.
 
-    Failed connections and failed responses are counted separately: a restarting engine is waited for up to
-    `unreachable_s`, an engine that responds with errors is retried `retries` times.
+    Failed connections and failed responses are counted separately. A restarting engine is waited
+    for up to `unreachable_s`. An engine that responds with errors is retried `retries` times.
     """
 
     def __init__(self, settings: Engine) -> None:
@@ -155,7 +158,7 @@ class Retries:
         self._unreachable_since: float | None = None
 
     def count_failure(self, error: Exception) -> None:
-        """A replica was connected to, but gave no valid response."""
+        """Count a response that was not valid, although the replica was reached."""
         self.attempts += 1
         self._unreachable_since = None
         self.failures += 1
@@ -166,11 +169,11 @@ class Retries:
             ) from error
 
     def count_unreachable(self, error: Exception) -> None:
-        """A replica could not be connected to, or may not serve."""
+        """Count a replica that could not be connected to, or may not serve."""
         self.attempts += 1
-        now = time.monotonic()
-        self._unreachable_since = self._unreachable_since or now
-        if now - self._unreachable_since >= self._settings.unreachable_s:
+        failed_at = time.monotonic()
+        self._unreachable_since = self._unreachable_since or failed_at
+        if failed_at - self._unreachable_since >= self._settings.unreachable_s:
             if isinstance(error, EngineUnreachable):
                 waited_s = self._settings.unreachable_s
                 raise EngineUnreachable(f"no replica may serve for {waited_s:g} s, the last asked: {error}") from error

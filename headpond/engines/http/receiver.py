@@ -1,7 +1,9 @@
-"""Bodies of known length are received into one buffer that is used again; aiohttp reads the rest of a connection.
+"""Bodies of known length are received into one buffer that is used again. aiohttp reads the rest of
+a connection.
 
-aiohttp copies what arrives twice, each time into fresh pages, which the kernel has to clear. A `Receiver` stands
-between a connection and aiohttp's protocol: heads, chunked, compressed and short bodies pass through it unchanged.
+aiohttp copies all input twice, each time into fresh pages, which the kernel has to clear. A
+`Receiver` stands between a connection and aiohttp's protocol. Heads, and chunked, compressed and
+short bodies pass through it unchanged.
 """
 
 import asyncio
@@ -30,7 +32,7 @@ class Holder(Protocol):
 
 
 class Buffers:
-    """Buffers for the next bodies; the limit of their bytes changes with what bodies use."""
+    """Buffers for the next bodies. The limit of their bytes changes with the bytes that bodies use."""
 
     def __init__(self) -> None:
         self._free: list[bytearray] = []  # least recently used first
@@ -74,7 +76,8 @@ def _capacity(size: int) -> int:
 
 
 class Receiver(asyncio.BufferedProtocol):
-    """The protocol of one connection. All connections of a loop share `scratch`: a read is handled before the next."""
+    """The protocol of one connection. All connections of a loop share `scratch`: a read is handled
+    before the next one."""
 
     def __init__(self, handler: ResponseHandler, transport: asyncio.Transport, scratch: memoryview) -> None:
         self._handler = handler
@@ -84,9 +87,10 @@ class Receiver(asyncio.BufferedProtocol):
         self._at_head = True
         self.requests = 0
         self._idle = False
-        """Between a body that was received here and the next request: aiohttp's parser still waits for that body."""
+        """True between a body received here and the next request: aiohttp's parser still waits for
+        that body."""
         self._rest: memoryview | None = None
-        """What is missing of a body."""
+        """The part of a body's buffer that is still to be filled."""
         self._whole: asyncio.Future[None] | None = None
         self._last_read_s = 0.0
         self._silence: asyncio.TimerHandle | None = None
@@ -106,7 +110,7 @@ class Receiver(asyncio.BufferedProtocol):
             self._rest = self._rest[nbytes:]
             if not self._rest:
                 self._rest = None
-                self._transport.pause_reading()  # or a loop that reads until nothing is left goes on
+                self._transport.pause_reading()  # else a loop that reads until nothing is left goes on
                 self._settle()
             return
         if self._idle:  # not asked for
@@ -121,18 +125,20 @@ class Receiver(asyncio.BufferedProtocol):
             self._loop.call_soon(self._go_on)
 
     async def receive(self, content: aiohttp.StreamReader, buffer: bytearray) -> None:
-        """Receive the rest of a body; what arrived with its head is in `content`."""
-        rest = memoryview(buffer)
+        """Receive the rest of a body. `content` has the part that arrived with its head."""
+        unfilled = memoryview(buffer)
         while first := content.read_nowait():  # reading may let aiohttp parse what it had held back
-            rest[: len(first)] = first
-            rest = rest[len(first) :]
+            unfilled[: len(first)] = first
+            unfilled = unfilled[len(first) :]
         if content.is_eof():
-            if rest:  # the buffer has bytes of an earlier body there
-                raise aiohttp.ClientPayloadError(f"Response payload is not completed: {len(rest)} bytes are missing")
+            if unfilled:  # the buffer has bytes of an earlier body there
+                raise aiohttp.ClientPayloadError(
+                    f"Response payload is not completed: {len(unfilled)} bytes are missing"
+                )
             return
         self._handler.pause_reading()  # ends aiohttp's own time limit
-        self._rest, self._whole, self._last_read_s = rest, self._loop.create_future(), self._loop.time()
-        del rest
+        self._rest, self._whole, self._last_read_s = unfilled, self._loop.create_future(), self._loop.time()
+        del unfilled
         self._check_silence()
         try:
             self._transport.resume_reading()
@@ -142,7 +148,7 @@ class Receiver(asyncio.BufferedProtocol):
             if self._silence:
                 self._silence.cancel()
         self._idle = True
-        if self._transport.get_extra_info("ssl_object"):  # may have decrypted more, which no look at the socket shows
+        if self._transport.get_extra_info("ssl_object"):  # more may be decrypted already, unseen at the socket
             self._transport.resume_reading()
             await asyncio.sleep(0)
 
@@ -169,8 +175,8 @@ class Receiver(asyncio.BufferedProtocol):
             self._whole.set_result(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        why = f"the connection was closed with {exc!r}" if exc else "the connection was closed"
-        error = aiohttp.ClientPayloadError(f"Response payload is not completed: {why}")
+        reason = f"the connection was closed with {exc!r}" if exc else "the connection was closed"
+        error = aiohttp.ClientPayloadError(f"Response payload is not completed: {reason}")
         self._settle(error)
         body: aiohttp.StreamReader | None = self._handler._payload  # pyright: ignore[reportPrivateUsage]
         self._handler.connection_lost(exc)
@@ -188,26 +194,27 @@ class Receiver(asyncio.BufferedProtocol):
 
 
 def attach(connection: aiohttp.connector.Connection, scratch: memoryview) -> None:
-    """Put a receiver before aiohttp's protocol, if it is not there yet. Before every request."""
+    """Put a receiver before aiohttp's protocol, if there is none yet. Called before every request."""
     transport: Any = connection.transport
     receiver = transport.get_protocol()
     if not isinstance(receiver, Receiver):
         assert connection.protocol is not None
         receiver = Receiver(connection.protocol, transport, scratch)
-        transport.pause_reading()  # uvloop decides when reading starts how it reads
+        transport.pause_reading()  # uvloop chooses its way of reading when reading starts
         transport.set_protocol(receiver)
         transport.resume_reading()
     receiver.expect_head()
 
 
 def is_new(transport: Any) -> bool:
-    """Whether no request was answered on it."""
+    """Whether no request was answered on the transport yet."""
     receiver = transport.get_protocol()
     return not isinstance(receiver, Receiver) or receiver.requests <= 1
 
 
 def receiver_of(response: aiohttp.ClientResponse) -> Receiver | None:
-    """None if the body is short, complete, compressed or of unknown length."""
+    """The receiver for a response's body. None if the body is short, complete, compressed or of
+    unknown length."""
     size, connection = response.content_length or 0, response.connection
     if size < LEAST_BYTES or connection is None or connection.transport is None:
         return None

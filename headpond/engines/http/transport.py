@@ -1,10 +1,7 @@
-"""HTTP transport to a server: bounded connections, names of requests, by which a response is known to answer its own
-request, and a byte budget for the bodies being received (`receive`).
+"""HTTP transport to a server: bounded connections, names of requests, and a byte budget for
+received bodies.
 
-Traps of aiohttp: a POST on a connection that the server closed while idle fails and is not retried; `sock_read` counts
-while a response is awaited, but not while reading is held back; `connect` would count waiting for a free connection, so
-only `sock_connect` is set; `iter_any` joins buffered chunks; `iter_chunks` never ends for a response without a body
-(204).
+A name shows that a response answers its own request. `receive` reads a body within the budget.
 """
 
 import asyncio
@@ -37,14 +34,17 @@ from headpond.turn import Body
 
 logger = logging.getLogger("headpond.engines")
 
-# vLLM's server closes idle connections after 5 s; they are dropped before that.
+# vLLM's server closes idle connections after 5 s; they are dropped before that. A POST on a
+# connection that the server closed while idle would fail, and aiohttp does not retry it.
 KEEP_ALIVE_S = 4.0
-# vLLM counts its 5 s from when it handed over the last byte, which may wait in our socket while the byte budget or a
-# busy loop delays reading. So a connection whose response took longer than this to read is not reused: of 64 rollouts
-# with responses of 25 MB, some met five closed connections in a row.
+# vLLM counts its 5 s from the time when it handed over the last byte. That byte may wait in our
+# socket while the byte budget or a busy loop delays reading. So a connection whose response took
+# longer than this to read is not reused: of 64 rollouts with responses of 25 MB, some met five
+# closed connections in a row.
 SLOW_READ_S = 0.5
-# What a connection reads from its socket before the body is consumed: aiohttp pauses above 128 KiB, after one read of
-# uvloop, which may be 256 KiB. A thousand responses that wait for the byte budget hold 0.4 GB.
+# Bytes that a connection reads from its socket before the body is consumed: aiohttp pauses above
+# 128 KiB, after one read of uvloop, which may be 256 KiB. A thousand responses that wait for the
+# byte budget hold 0.4 GB.
 BUFFERED_BYTES = 384 * 1024
 # Share of received bytes lost to fragmentation: with 1,000 responses of 1.3 MB a worker grew 17 % above the budget.
 FRAGMENTATION = 0.25
@@ -57,11 +57,12 @@ OTHER_DESCRIPTORS = 256
 CLOSE = "close"
 NAME_HEADER = "X-Request-Id"
 CHECKED_BYTES = 512
-"""Of a response, in which its name is looked for: vLLM and SGLang begin with it."""
+"""Bytes of a response that are searched for its name: vLLM and SGLang begin with it."""
 SESSION_HEADER = "X-Session-ID"
-"""Its value is `ids.engine_session`. Lets an engine, or a router before several, keep a conversation on one replica."""
+"""Header with `ids.engine_session`. It lets an engine, or a router before several, keep a
+conversation on one replica."""
 RETRY_HEADER = "X-Retry-Count"
-"""How often the request was sent before."""
+"""Header with the number of earlier attempts of the request."""
 UNREACHABLE = "the engine cannot be reached"
 """Begins the session server's error when it cannot connect. Clients recognise it as temporary."""
 
@@ -73,7 +74,8 @@ class Reservation:
         self._budget = budget
         self.held = 0
         self.buffer: bytearray | None = None
-        """Of a body that is received in one piece; given back with the reservation."""
+        """The buffer of a body that is received in one piece. It is given back with the
+        reservation."""
 
     async def reserve(self, size: int) -> None:
         """Wait until `size` more bytes may be received."""
@@ -81,12 +83,14 @@ class Reservation:
 
 
 class ByteBudget:
-    """Limits the bytes held by all bodies together. The oldest body always gets what it needs, so that one finishes;
-    the others wait in order."""
+    """Limits the bytes held by all bodies together.
+
+    The oldest body always gets all it needs, so that one finishes. The others wait in order.
+    """
 
     def __init__(self, limit: int, *, copies: int = 0, buffered: int = 0, fragmentation: float = 0.0) -> None:
-        """`copies` of the largest body may exist at once, each waiting body has `buffered` bytes in its connection, and
-        `fragmentation` is the share of received bytes that the allocator loses."""
+        """`copies` of the largest body may exist at once. Each waiting body has `buffered` bytes in
+        its connection. `fragmentation` is the share of received bytes that the allocator loses."""
         self.limit = limit
         self._copies = copies
         self._buffered = buffered
@@ -98,12 +102,13 @@ class ByteBudget:
         self._waiting: dict[Reservation, tuple[int, asyncio.Future[None]]] = {}
 
     def buffer(self, size: int) -> bytearray:
-        """For a body whose bytes are reserved."""
+        """A buffer for a body whose bytes are reserved."""
         return self.buffers.take(size, limit=self._kept_limit)
 
     @property
     def _kept_limit(self) -> int:
-        """Of buffers that no body uses: half of what is left, the other half is for what bodies cost besides."""
+        """Limit of the buffers that no body uses: half of the bytes left. The other half is for the
+        overhead of bodies."""
         return min(self.limit // 4, max(0, self.limit - self.used) // 2)
 
     @property
@@ -112,7 +117,7 @@ class ByteBudget:
 
     @contextlib.contextmanager
     def reservation(self) -> Generator[Reservation]:
-        """Reserved bytes are released at the end."""
+        """A reservation whose bytes are released at the end."""
         reservation = Reservation(self)
         try:
             yield reservation
@@ -157,9 +162,12 @@ class ByteBudget:
 
 
 class IdleConnector(aiohttp.TCPConnector):
-    """Reuses a connection only if nothing was received on it since its last response. aiohttp would give what an engine
-    sent unasked to the next request, which may be another session's. A request with `Connection: close` gets one of its
-    own: its response has no name, by which bytes that arrive later than this look could be told from it."""
+    """Reuses a connection only if nothing was received on it since its last response.
+
+    aiohttp would pass an engine's unasked bytes to the next request, which may be another
+    session's. A request with `Connection: close` gets a connection of its own. Its response has no
+    name, so bytes that arrive after this check would look like it.
+    """
 
     def __init__(self, *, limit: int, keepalive_timeout: float) -> None:
         super().__init__(limit=limit, keepalive_timeout=keepalive_timeout)
@@ -203,8 +211,11 @@ async def _connected(connection: aiohttp.connector.Connection) -> None:
 
 
 class UnansweredRequest(aiohttp.ClientRequest):
-    """Looks again directly before its first byte is written: aiohttp may write it a step of the loop after `connect`.
-    What arrived meanwhile answers another request, so this one fails without being sent."""
+    """Checks the connection again directly before the first byte: aiohttp may write it a step of
+    the loop after `connect`.
+
+    Bytes that arrived meanwhile answer another request. So this one fails without being sent.
+    """
 
     async def write_bytes(
         self, writer: AbstractStreamWriter, conn: aiohttp.connector.Connection, content_length: int | None = None
@@ -216,7 +227,8 @@ class UnansweredRequest(aiohttp.ClientRequest):
 
 
 def _has_input(connection: aiohttp.connector.Connection) -> bool:
-    """Whether bytes have been received, or wait in the socket; the latter also when the server has closed it."""
+    """Whether bytes have been received, or wait in the socket. A socket that the server closed
+    counts too."""
     protocol, transport = connection.protocol, connection.transport
     if protocol is None or transport is None or protocol.should_close:
         return True
@@ -232,6 +244,8 @@ async def open_http(settings: Engine) -> AsyncIterator[aiohttp.ClientSession]:
     key = settings.api_key
     async with aiohttp.ClientSession(
         connector=IdleConnector(limit=_affordable_connections(settings.connections), keepalive_timeout=KEEP_ALIVE_S),
+        # Only `sock_connect` is set: `connect` would count waiting for a free connection.
+        # `sock_read` counts while a response is awaited, but not while reading is held back.
         timeout=aiohttp.ClientTimeout(
             total=None, sock_connect=settings.connect_timeout_s, sock_read=settings.silence_s
         ),
@@ -247,9 +261,12 @@ async def open_http(settings: Engine) -> AsyncIterator[aiohttp.ClientSession]:
 
 
 class RequestNames:
-    """vLLM repeats the header `X-Request-Id` in the `id` of its response, SGLang the field `rid` of the request. On a
-    connection that is used again, nothing else tells a response from bytes that the server sent before the request
-    came. One per process and engine."""
+    """Names of requests. One instance per process and engine.
+
+    vLLM repeats the header `X-Request-Id` in the `id` of its response, SGLang the field `rid` of
+    the request. On a reused connection, nothing else distinguishes a response from bytes that the
+    server sent before the request came.
+    """
 
     def __init__(self) -> None:
         self._prefix = f"headpond-{secrets.token_hex(8)}-"
@@ -259,8 +276,11 @@ class RequestNames:
         return f"{self._prefix}{next(self._numbers):012x}"
 
     def check(self, replica: Replica, name: str, head: bytes) -> None:
-        """`Upstream` if a response with this `head` answers another request than `name`. A replica that named its last
-        request must name this one; until it does, its connections are used once each (`IdleConnector`)."""
+        """`Upstream` if a response with this `head` answers another request than `name`.
+
+        A replica that named its last request must name this one. Until it does, each of its
+        connections is used once (`IdleConnector`).
+        """
         if name.encode() in head:
             replica.names_requests = True
             return
@@ -285,8 +305,11 @@ class EngineConnection:
     def _named(
         self, replica: Replica, headers: Mapping[str, str], name: str | None, *, alone: bool = False
     ) -> CIMultiDict[str]:
-        """The headers of a request: its name, and whether its connection may be used again. None for a request whose
-        response will not have the name; `alone` for one that gets a connection of its own all the same."""
+        """The headers of a request: its name, and whether its connection may be used again.
+
+        `name` is None if the response will not repeat it. With `alone`, the request gets its own
+        connection all the same.
+        """
         named = CIMultiDict(headers)
         if name:
             named[NAME_HEADER] = name
@@ -327,8 +350,8 @@ async def limited(settings: Engine) -> AsyncIterator[None]:
 
 
 async def receive(response: aiohttp.ClientResponse, reservation: Reservation, budget: ByteBudget) -> list[Body]:
-    """The body: in one piece if it is large and its length was announced, else in chunks, since joining megabytes would
-    block the loop."""
+    """The body, in one piece if it is large and its length was announced. Otherwise it is in
+    chunks, since joining megabytes would block the loop."""
     began = time.monotonic()
     await _reserve(reservation, budget, response.content_length or 0)
     chunks, received, content = list[Body](), 0, response.content
@@ -343,6 +366,8 @@ async def receive(response: aiohttp.ClientResponse, reservation: Reservation, bu
     while not content.at_eof():
         if time.monotonic() - began > SLOW_READ_S:
             do_not_reuse(response.connection)
+        # Not `iter_any`, which joins buffered chunks, nor `iter_chunks`, which never ends for a
+        # response without a body (204).
         chunk, _ = await content.readchunk()
         received += len(chunk)
         if received > reservation.held:
@@ -363,7 +388,7 @@ def head_of(chunks: Sequence[Body]) -> bytes:
 
 
 def joined(chunks: list[Body]) -> Body:
-    """The whole body; the list is emptied, so that nothing but the caller refers to it."""
+    """The whole body. The list is emptied, so that only the caller refers to it."""
     body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
     chunks.clear()
     return body

@@ -1,1 +1,1 @@
-"""A server's replicas: load, weights, which may serve. The orchestrator uses this room."""
+"""A server's replicas: load, weights, fitness to serve. The orchestrator uses this room."""

@@ -1,7 +1,6 @@
-"""The control endpoints of a server's replicas: which weights each has, and loading others.
+"""The control endpoints of a server's replicas: they report the weights of each, and load others.
 
-What a server's endpoints are called is the dialect's affair
-(`Dialect.control`).
+The dialect names the endpoints (`Dialect.control`).
 """
 
 import abc
@@ -40,13 +39,13 @@ __all__ = [
 ]
 
 POLL_S = 1.0
-LOAD_S = 2.0  # between two looks at a replica's load
+LOAD_S = 2.0  # between two polls of a replica's load
 LEAST_PAUSE_S, FAILED_PAUSE_S = 0.05, 0.2  # between polls that are waited for
-ANSWER_S = 5.0  # a poll; while weights are loaded, vLLM answers none
-RESUME_S = 30.0  # after a failed update: vLLM on a busy machine took longer than 5 s
+ANSWER_S = 5.0  # limit of a poll; while weights are loaded, vLLM answers none
+RESUME_S = 30.0  # limit after a failed update: vLLM on a busy machine took longer than 5 s
 ANSWER_BYTES = 1 << 20
 ERROR_CHARACTERS = 300
-ADAPTERS_KEPT = 3  # of the newest versions: a process that has not heard of the newest yet names one before
+ADAPTERS_KEPT = 3  # newest versions that stay: a process that has not polled the newest one yet names one before
 RESET_ATTEMPTS, RESET_PAUSE_S = 5, 0.2
 UNREACHABLE = (aiohttp.ClientError, TimeoutError, OSError)
 EARLIER_RUN = "Weights of an earlier run"  # a heading of docs/engines.md
@@ -54,7 +53,8 @@ ABSENT = frozenset({404, 405, 501})
 
 
 class EngineControl:
-    """Over connections of its own: requests that wait for a free connection do not delay it."""
+    """Calls of the control endpoints, over connections of their own: requests that wait for a
+    connection do not delay them."""
 
     def __init__(self, http: aiohttp.ClientSession, calls: ControlCalls, *, lora: bool = False) -> None:
         """`lora`: weights are LoRA adapters, one for each version."""
@@ -72,8 +72,8 @@ class EngineControl:
         headers = {"Authorization": f"Bearer {key.get_secret_value()}"} if key else {}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=settings.connect_timeout_s)
         async with aiohttp.ClientSession(
-            # A new connection for each question: over an old one, a balancer of connections would always show the same
-            # of its servers.
+            # Each call opens a new connection: over an old one, a balancer of connections would
+            # always show the same of its servers.
             connector=aiohttp.TCPConnector(force_close=True),
             timeout=timeout,
             headers=headers,
@@ -82,12 +82,12 @@ class EngineControl:
             yield cls(http, calls, lora=settings.lora)
 
     async def label(self, url: str) -> WeightLabel | None:
-        """What the replica calls its weights; None if it does not say. Raises UNREACHABLE."""
+        """The label of the replica's weights; None if it reports none. Raises UNREACHABLE."""
         if self._lora:
             adapters = await self._adapters(url)
             return WeightLabel.parse(adapters[-1] if adapters else "")
-        known = self._version_path.get(url)
-        for path in [known] if known else self._calls.version_paths:
+        cached_path = self._version_path.get(url)
+        for path in [cached_path] if cached_path else self._calls.version_paths:
             async with asyncio.timeout(ANSWER_S), self._http.get(url + path) as response:
                 body = await read_page(response, ANSWER_BYTES)
             if response.status == 200 and (text := self._calls.read_version(body)) is not None:
@@ -99,14 +99,17 @@ class EngineControl:
         return None
 
     async def busyness(self, url: str) -> Load | None:
-        """How busy the replica is; None if it does not say. Raises UNREACHABLE."""
+        """The replica's load; None if it reports none. Raises UNREACHABLE."""
         async with asyncio.timeout(ANSWER_S), self._http.get(url + METRICS_PATH) as response:
             page = await read_page(response, ANSWER_BYTES)
         return read_load(page.decode(errors="replace")) if response.status == 200 else None
 
     async def load(self, url: str, *, weights: str, version: int, run: str, timeout_s: float) -> None:
-        """Load weights from a directory that the server can read, and name them. InfrastructureFailure, with the
-        server's words, if that fails: the replica then calls its weights `failed` and generates on."""
+        """Load weights from a directory that the server can read, and name them.
+
+        If that fails, InfrastructureFailure has the server's error text. The replica then labels
+        its weights `failed` and generates on.
+        """
         if self._lora:
             return await self._load_adapter(url, weights, label_of(version, run), timeout_s)
         calls = self._calls
@@ -123,7 +126,8 @@ class EngineControl:
             raise InfrastructureFailure(str(error) or f"no answer within {timeout_s:g} s") from error
 
     async def _load_adapter(self, url: str, weights: str, name: str, timeout_s: float) -> None:
-        """Requests under way, and those that do not know the new adapter yet, go on with the one before."""
+        """Load one adapter. Requests under way use the one before, and so do processes that have
+        not polled the new one yet."""
         try:
             async with asyncio.timeout(timeout_s):
                 loaded = await self._adapters(url)
@@ -149,7 +153,8 @@ class EngineControl:
                 await self._perform(url, self._calls.resume(label_of(version, run, state=FAILED)))
 
     async def resume(self, url: str) -> None:
-        """Generate on, after an orchestrator was killed between loading and resuming."""
+        """Let the server generate on, after an orchestrator was killed between loading and
+        resuming."""
         if self._lora:
             return
         async with asyncio.timeout(ANSWER_S):
@@ -165,29 +170,30 @@ class EngineControl:
                 await asyncio.sleep(RESET_PAUSE_S)
 
     async def _call(self, url: str, call: Call) -> str | None:
-        """What the server answered if it refused."""
+        """The server's answer if it refused the call, else None."""
         async with self._http.post(url + call.path, json=call.body) as response:
             body = await read_page(response, ANSWER_BYTES)
         text = f"{response.status}: {' '.join(body.decode(errors='replace').split())[:ERROR_CHARACTERS]}"
         if response.status in ABSENT:
             raise InfrastructureFailure(f"{url}{call.path} answered {text}. {self._calls.hint}")
-        return text if response.status != 200 or _says_no(body) else None
+        return text if response.status != 200 or _is_refusal(body) else None
 
 
 def reload_advice(settings: Engine) -> str:
-    """What to do with an engine that has the weights of an earlier run."""
+    """The remedy for an engine that has the weights of an earlier run."""
     calls = load_dialect(settings.dialect).control
     if settings.lora:
-        needed, what = calls.unload_adapter(""), "unload that run's adapters"
+        needed, remedy = calls.unload_adapter(""), "unload that run's adapters"
     else:
         needed = [*calls.pause("")[:1], *calls.load("", ""), *calls.resume(None)]
-        what = 'load the model\'s own weights into it again and name them "default"'
+        remedy = 'load the model\'s own weights into it again and name them "default"'
     paths = ", ".join(dict.fromkeys(call.path.partition("?")[0] for call in needed))
-    return f'restart the engine, or {what} (docs/engines.md, section "{EARLIER_RUN}": {paths})'
+    return f'restart the engine, or {remedy} (docs/engines.md, section "{EARLIER_RUN}": {paths})'
 
 
 async def read_page(response: aiohttp.ClientResponse, limit: int) -> bytes:
-    """The body, or its first `limit` bytes. aiohttp's `read` returns what has arrived."""
+    """The body, or its first `limit` bytes. aiohttp's `read` may return less: only the bytes that
+    have arrived."""
     parts = list[bytes]()
     while limit and (part := await response.content.read(limit)):
         parts.append(part)
@@ -195,7 +201,7 @@ async def read_page(response: aiohttp.ClientResponse, limit: int) -> bytes:
     return b"".join(parts)
 
 
-def _says_no(body: bytes) -> bool:
+def _is_refusal(body: bytes) -> bool:
     try:
         answer = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -204,7 +210,7 @@ def _says_no(body: bytes) -> bool:
 
 
 class Poller(abc.ABC):
-    """Asks every replica of a process again and again."""
+    """Polls every replica of a process again and again."""
 
     def __init__(self, control: EngineControl, replicas: Sequence[Replica]) -> None:
         self._control = control
@@ -225,7 +231,7 @@ class Poller(abc.ABC):
 
 
 class LoadPoller(Poller):
-    """What its load is, for the choice between replicas, and which process answers."""
+    """Polls the load, for the choice between replicas, and the start time of the answering process."""
 
     async def _follow(self, replica: Replica) -> None:
         while True:
@@ -237,7 +243,8 @@ class LoadPoller(Poller):
 
 
 class VersionPoller(Poller):
-    """Which weights it has: once a second, and at once when a request or a sealing waits for it."""
+    """Polls the weights' label: once a second, and at once when a request or a sealing waits for
+    it."""
 
     async def _follow(self, replica: Replica) -> None:
         while True:

@@ -1,4 +1,4 @@
-"""How busy a server is, by its own metrics page (vLLM; SGLang with `--enable-metrics`)."""
+"""The load of a server, read from its metrics page (vLLM; SGLang with `--enable-metrics`)."""
 
 import math
 from dataclasses import dataclass
@@ -23,7 +23,8 @@ class Load:
     preemptions: int
     """requests that were pushed out of the cache since the server started"""
     started_at: float | None = None
-    """when the server's process started, by its own clock: another value is another process (SGLang prints none)"""
+    """start time of the server's process, by its own clock; another value is another process
+    (SGLang prints none)"""
 
     @property
     def cache_is_full(self) -> bool:
@@ -31,7 +32,10 @@ class Load:
 
 
 def read_load(page: str) -> Load | None:
-    """None if the page does not have the queue's length. Values with several labels (one per engine) are added."""
+    """The load on a metrics page; None if the page lacks the queue's length.
+
+    Values with several labels (one per engine) are added.
+    """
     sums: dict[str, float] = {}
     fullest = 0.0
     for line in page.splitlines():

@@ -1,7 +1,7 @@
-"""The replicas of a server: how busy each is, what it says of its weights, and which of them may serve.
+"""The replicas of a server: their load, the label of their weights, and which of them may serve.
 
-`before` a request is what a poll that has finished said; after it, what the first poll says that began once the
-response had come. `control.VersionPoller` polls.
+The version before a request comes from the last finished poll. The version after it comes from the
+first poll that began once the response had come. `control.VersionPoller` polls.
 """
 
 import asyncio
@@ -19,15 +19,15 @@ from headpond.errors import EngineUnreachable
 from headpond.replica_use import ASKED
 from headpond.turn import SaidVersion
 
-# How long an unreachable replica is the last choice. A restart takes longer; after this, one request at a time finds
-# out whether the replica is back.
+# An unreachable replica is the last choice for this long. A restart takes longer. Then one request
+# at a time shows whether the replica is back.
 AVOIDED_S = 5.0
-# Kept of a replica's labels, one for each change: more updates than a rollout can see.
+# Labels kept of a replica, one for each change: more updates than a rollout can see.
 LABELS_KEPT = 1024
 # A poll takes milliseconds; while weights are loaded, vLLM answers none.
 FIRST_POLL_S = 5.0
 AFTER_POLL_S = 30.0
-GIVE_UP_POLLS = 10  # failed in a row: the replica is gone, and says nothing more about what it sampled
+GIVE_UP_POLLS = 10  # failed in a row: the replica is gone, and will not report the version that it sampled with
 # Returns to an earlier version among this many polls: several servers answer at one address. One server that restarts
 # twice needs longer.
 ROUTER_RETURNS, ROUTER_POLLS = 2, 20
@@ -43,17 +43,19 @@ CONNECTED = ContextVar[Callable[[], Awaitable[None]] | None]("CONNECTED", defaul
 
 @dataclass(frozen=True, kw_only=True)
 class Orders:
-    """What a run asks of its replicas. Jobs carry it; the newest one holds for the whole process."""
+    """A run's requirements for its replicas. Jobs carry them; the newest ones apply to the whole
+    process."""
 
     run: str = ""
     sequence: int = 0
-    """Of the job."""
+    """Sequence number of the job."""
     version: int = START_VERSION
     """The newest that was published."""
     least_version: int = START_VERSION
     """Replicas with older weights serve nothing that is trained on."""
     abandoned: tuple[int, ...] = ()
-    """Nor do replicas with these: the trainer has resumed from an older checkpoint."""
+    """Replicas with these versions serve nothing either: the trainer has resumed from an older
+    checkpoint."""
 
 
 NO_ORDERS = Orders()
@@ -64,7 +66,7 @@ class Answers:
     """Consecutive polls with the same answer."""
 
     label: WeightLabel | None
-    """None if the server does not say."""
+    """The label; None if the server reports none."""
     last_began: float
 
 
@@ -74,23 +76,24 @@ class Replica:
     in_flight: int = 0
     """Requests of this process."""
     load: Load | None = None
-    """By its own word, at the last look; None if it does not say."""
+    """Load from the replica's last /metrics response, or None."""
     _in_flight_at_look: int = 0
     _processes: deque[float] = field(default_factory=lambda: deque[float](maxlen=PROCESSES_KEPT))
-    """When the processes started that answered at this address, the last one last."""
+    """Start times of the processes that answered at this address, the latest last."""
     unreachable_at: float = -math.inf
     """When a connection last failed, by the monotonic clock."""
     answers: deque[Answers] = field(default_factory=lambda: deque[Answers](maxlen=LABELS_KEPT))
     asked: asyncio.Event = field(default_factory=asyncio.Event)
     """Set to poll at once."""
     failed_polls: int = 0
-    """Since the last one that succeeded."""
+    """Polls that failed since the last success."""
     doubted_at: float = -math.inf
     """When a poll or a connection last failed: the server may have restarted since, with other weights."""
     names_requests: bool = False
     """Whether its last response named the request that it answers (`transport.RequestNames`)."""
     router: bool = False
-    """Whether several servers answer at this address: nothing that one says holds for the next."""
+    """Whether several servers answer at this address. One server's report is then invalid for the
+    next request."""
     _polled: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by the next poll."""
     _polls: int = 0
@@ -106,7 +109,7 @@ class Replica:
         self.doubt()
 
     def doubt(self) -> None:
-        """What it said before holds no longer: the next request asks first."""
+        """Invalidate the last label: the next request polls first."""
         self.doubted_at = time.monotonic()
 
     @property
@@ -118,23 +121,27 @@ class Replica:
     def busy(self) -> Generator[None]:
         """Count one request in flight."""
         self.in_flight += 1
-        asked = ASKED.get()
-        if asked is not None:
-            asked.append(self.url)
+        urls = ASKED.get()
+        if urls is not None:
+            urls.append(self.url)
         try:
             yield
         finally:
             self.in_flight -= 1
-            if asked is not None:
-                asked.remove(self.url)
+            if urls is not None:
+                urls.remove(self.url)
 
     def hear_load(self, load: Load | None) -> None:
         self.load, self._in_flight_at_look = load, self.in_flight
         if load and load.started_at is not None:
-            self._hear_process(load.started_at)
+            self._record_process(load.started_at)
 
-    def _hear_process(self, started_at: float) -> None:
-        """A process that answers again after another one is one of several: a server that restarts does not return."""
+    def _record_process(self, started_at: float) -> None:
+        """Record the process that answers. If an earlier one answers again, several servers share
+        the address.
+
+        A server that restarts never returns as the same process.
+        """
         if self._processes and self._processes[-1] == started_at:
             return
         self.router = self.router or started_at in self._processes
@@ -142,8 +149,11 @@ class Replica:
 
     @property
     def busyness(self) -> tuple[bool, int]:
-        """Grows with the load: whether its cache is full, and its requests, those of other processes included. Those
-        that this process has sent since the last look are added."""
+        """A key that grows with the load: whether the cache is full, then the number of requests.
+
+        The requests include those of other processes. Requests that this process sent since the
+        last look are added.
+        """
         if self.load is None:
             return False, self.in_flight
         since = self.in_flight - self._in_flight_at_look
@@ -152,11 +162,11 @@ class Replica:
 
     @property
     def label(self) -> WeightLabel | None:
-        """By the last poll that finished."""
+        """The label in the last finished poll; None if there is none."""
         return self.answers[-1].label if self.answers else None
 
     def hear(self, label: WeightLabel | None, *, began: float) -> None:
-        """A poll that began at `began` has finished."""
+        """Record the label of a finished poll that began at `began`."""
         self._polls += 1
         self.failed_polls = 0
         last = self.answers[-1] if self.answers else None
@@ -168,14 +178,14 @@ class Replica:
         self._end_poll()
 
     def poll_failed(self) -> None:
-        """The replica could not be asked: it may be restarting."""
+        """Record a poll that failed: the replica may be restarting."""
         self.failed_polls += 1
         self.doubt()
         self._returns.clear()
         self._end_poll()
 
     async def polled(self, *, within_s: float) -> None:
-        """Poll at once, and wait until a poll has ended, whatever its result."""
+        """Poll at once, and wait until the poll has ended, with any result."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 self.asked.set()
@@ -186,7 +196,8 @@ class Replica:
         polled.set()
 
     async def said_after(self, at: float, *, within_s: float) -> WeightLabel | None:
-        """The answer of the first poll that began after `at`; None if there is none in time, or it says nothing."""
+        """The label in the first poll that began after `at`; None if none ends in time, or if it
+        has no label."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 while True:
@@ -203,7 +214,10 @@ class Replica:
         return None
 
     def why_refused(self, orders: Orders) -> str | None:
-        """Why it serves nothing that is trained on. Workers ask with a job's orders, the run with its own."""
+        """The reason why the replica serves nothing that is trained on; None if it may serve.
+
+        Workers pass a job's orders, the run passes its own.
+        """
         label = self.label
         if not self.answers:
             return None
@@ -225,8 +239,8 @@ class Replica:
         if label is None or label.unfit:  # an update: not one server beside another
             self._returns.clear()
             return
-        version, before = label.version, self.label
-        updated = before is None or before.unfit
+        version, previous = label.version, self.label
+        updated = previous is None or previous.unfit
         if not updated and version >= self._highest and any(entry.label == label for entry in self.answers):
             self._returns.append(self._polls)
             recent = self._polls - self._returns[0] <= ROUTER_POLLS
@@ -235,9 +249,12 @@ class Replica:
 
 
 class Asked:
-    """What a replica said before a request. The transport asks again once the request has a new connection: since the
-    last poll, another process may have started at this address, with other weights. A connection that is used again
-    leads to the process that was asked then."""
+    """A replica's version before a request. The transport polls again if the request gets a new
+    connection.
+
+    Another process may have started at the address since the last poll, with other weights. A
+    reused connection leads to the process that was polled then.
+    """
 
     def __init__(self, replicas: "Replicas", replica: Replica, version: SaidVersion) -> None:
         self._replicas = replicas
@@ -258,7 +275,8 @@ class Asked:
 
 class Replicas:
     def __init__(self, urls: Sequence[str], *, reported: bool = False, lora: bool = False) -> None:
-        """`reported`: whether replicas are polled for their versions. `lora`: whether a request names the version."""
+        """`reported`: replicas are polled for their versions. `lora`: each request names the
+        version."""
         self.lora = lora
         self.all = [Replica(url=url) for url in urls]
         self.orders = NO_ORDERS
@@ -274,8 +292,11 @@ class Replicas:
         return all(self.refusal(replica) for replica in self.all)
 
     def choose(self, preferred: Replica | None = None, *, failed: Replica | None = None) -> Replica:
-        """`preferred`, whose prefix cache has the conversation, unless it is refused or avoided or just failed;
-        otherwise the least busy one, round robin among equals."""
+        """`preferred`, whose prefix cache has the conversation, unless it is refused, avoided, or
+        has just failed.
+
+        Otherwise the least busy replica is chosen, round robin among equals.
+        """
         if preferred and preferred is not failed and not preferred.avoided and not self.refusal(preferred):
             return preferred
         chosen = min(
@@ -295,43 +316,51 @@ class Replicas:
         return replica.why_refused(self.orders) if self._reported else None
 
     def follow(self, orders: Orders) -> None:
-        """Those of an older job of the same run change nothing: jobs may arrive in any order."""
-        before = self.orders
-        if orders.run == before.run and orders.sequence < before.sequence:
+        """Take over the orders of a job. Older orders of the same run change nothing: jobs may
+        arrive in any order."""
+        current = self.orders
+        if orders.run == current.run and orders.sequence < current.sequence:
             return
-        if (orders.run, orders.version) != (before.run, before.version):
+        if (orders.run, orders.version) != (current.run, current.version):
             self._ordered_at = time.monotonic()
         self.orders = orders
 
     async def ask(self, replica: Replica) -> Asked:
-        """The replica's version before a request. EngineUnreachable if it may not serve."""
+        """The replica's version before a request, polled if need be. EngineUnreachable if it may
+        not serve."""
         return Asked(self, replica, self._unless_refused(replica, await self.before(replica)))
 
     async def before(self, replica: Replica) -> SaidVersion:
-        """The replica's version before a request. Waits for a poll only if there was none, or if the replica was behind
-        in all polls before the newest version became known here."""
+        """The replica's version before a request. It is polled first if no poll succeeded since the
+        last failure.
+
+        A replica with an old version is also polled, unless a poll began after the orders' version
+        arrived.
+        """
         for _ in range(2):  # the poll under way may have begun before the orders came
             if not self._reported or not self._must_ask(replica):
                 break
             await replica.polled(within_s=FIRST_POLL_S)
-        return self._last_said(replica)
+        return self._last_version(replica)
 
     async def version_now(self, replica: Replica) -> SaidVersion:
-        """By a poll that begins now. EngineUnreachable if the replica may not serve."""
+        """The replica's version from a poll that begins now. EngineUnreachable if the replica may
+        not serve."""
         called_at = time.monotonic()
         for _ in range(2):  # the poll under way began before
             if not self._reported or (replica.answers and replica.answers[-1].last_began >= called_at):
                 break
             await replica.polled(within_s=FIRST_POLL_S)
-        return self._unless_refused(replica, self._last_said(replica, since=called_at))
+        return self._unless_refused(replica, self._last_version(replica, since=called_at))
 
-    def _last_said(self, replica: Replica, *, since: float = -math.inf) -> SaidVersion:
-        """Not exact if it may hold no longer, or is older than `since`."""
+    def _last_version(self, replica: Replica, *, since: float = -math.inf) -> SaidVersion:
+        """The version in the last poll. It is not exact if it may be outdated, or is older than
+        `since`."""
         if not self._reported:
             return SaidVersion(self.orders.version, exact=False)
-        said = self._said(replica, replica.label)
+        last = self._version_of(replica, replica.label)
         holds = not replica.doubted and replica.answers[-1].last_began >= since
-        return SaidVersion(said.version, exact=said.exact and holds)
+        return SaidVersion(last.version, exact=last.exact and holds)
 
     def _unless_refused(self, replica: Replica, version: SaidVersion) -> SaidVersion:
         if refusal := self.refusal(replica):
@@ -339,7 +368,8 @@ class Replicas:
         return version
 
     async def adapter(self) -> WeightLabel | None:
-        """The newest LoRA adapter that every replica that may serve has; None before the first, or without LoRA."""
+        """The newest LoRA adapter that every serving replica has; None before the first, or without
+        LoRA."""
         if not self.lora:
             return None
         for replica in self.all:
@@ -349,7 +379,8 @@ class Replicas:
         return label if label and label.numbered else None
 
     def has_loaded(self, label: WeightLabel) -> bool:
-        """Whether the adapter with this name is one of the run, and not of weights that its trainer has abandoned."""
+        """Whether the adapter belongs to the run, is loaded completely, and was not abandoned by
+        the trainer."""
         of_run = label.run is not None and label.run == (self.orders.run or label.run)
         return of_run and not label.unfit and label.version not in self.orders.abandoned
 
@@ -357,16 +388,19 @@ class Replicas:
         if replica.doubted:
             return True
         last = replica.answers[-1]
-        behind = last.label is None or last.label.version < self.orders.version
-        return behind and last.last_began < self._ordered_at
+        is_behind = last.label is None or last.label.version < self.orders.version
+        return is_behind and last.last_began < self._ordered_at
 
     def answered_at(self) -> float | None:
-        """For `TurnMetadata`, when a response has come."""
+        """`TurnMetadata.answered_at` for a response that has just come."""
         return time.monotonic() if self._reported else None
 
-    async def after(self, url: str, before: int, answered_at: float) -> SaidVersion | None:
-        """What the replica said once the response of a turn had come; None if nothing is known. EngineUnreachable if
-        it has restarted since, or its weights were not loaded completely: the turn cannot be trained on."""
+    async def after(self, url: str, version_before: int, answered_at: float) -> SaidVersion | None:
+        """The replica's version after the response of a turn; None if it is unknown.
+
+        EngineUnreachable if the replica has restarted since, or its weights were not loaded
+        completely. The turn cannot be trained on.
+        """
         replica = next((replica for replica in self.all if replica.url == url), None)
         if replica is None:
             return None
@@ -375,16 +409,17 @@ class Replicas:
         label = await replica.said_after(at, within_s=AFTER_POLL_S)
         if label is None:
             return None
-        if label.unfit or (label.version < before and not replica.router):
+        if label.unfit or (label.version < version_before and not replica.router):
             raise EngineUnreachable(
-                f"{url} went from version {before} to weights that it calls {label.text!r} while it served the "
+                f"{url} went from version {version_before} to weights that it calls {label.text!r} while it served the "
                 "rollout: it has restarted, or an update failed"
             )
-        return self._said(replica, label)
+        return self._version_of(replica, label)
 
-    def _said(self, replica: Replica, label: WeightLabel | None) -> SaidVersion:
-        """An unnumbered label is a version only while nothing was published: a trainer may update without naming."""
+    def _version_of(self, replica: Replica, label: WeightLabel | None) -> SaidVersion:
+        """The version of a label. A label without a number is exact only while nothing was
+        published: a trainer may update without naming."""
         if label is None:
             return SaidVersion(START_VERSION, exact=False)
-        known = label.numbered or self.orders.version == START_VERSION
-        return SaidVersion(label.version, exact=known and not label.unfit and not replica.router)
+        is_exact = label.numbered or self.orders.version == START_VERSION
+        return SaidVersion(label.version, exact=is_exact and not label.unfit and not replica.router)

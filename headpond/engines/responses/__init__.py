@@ -1,1 +1,1 @@
-"""A response's bytes -> one validated `Turn`."""
+"""Conversion of a response's bytes to one validated `Turn`."""

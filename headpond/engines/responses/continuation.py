@@ -1,7 +1,8 @@
-"""A completion that the engine aborted, continued: its tokens end the next prompt, and the answers become one turn.
+"""Continuation of a completion that the engine aborted. Its tokens end the next prompt; the answers
+become one turn.
 
-Only where Headpond sends tokens, and where every sampling parameter acts on each token alone: a penalty or a grammar
-would start anew in the middle of the completion.
+This needs an engine that takes tokens, and sampling parameters that act on each token alone. A
+penalty or a grammar would start anew in the middle of the completion.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,8 @@ from headpond.errors import Upstream
 from headpond.turn import Ids, OpenSample, Routes, SamplingMask, Turn, VersionSpan
 
 MAX_CONTINUATIONS = 8
-"""Of one completion. An engine that aborts more often spends its time on prefills: it should pause otherwise."""
+"""Limit for one completion. An engine that aborts more often spends its time on prefills: it should
+pause otherwise."""
 LIMITS = ("max_tokens", "max_completion_tokens")
 TOKENWISE = frozenset(
     {
@@ -60,21 +62,24 @@ def _is_strict(tool: Mapping[str, Any]) -> bool:
 
 
 def remaining(sampling: Mapping[str, Any], generated: int) -> dict[str, Any] | None:
-    """The sampling for the rest of a completion; None if its limit of tokens is used up."""
+    """The sampling parameters for the rest of a completion; None if its limit of tokens is used up."""
     limits = {name: sampling[name] - generated for name in LIMITS if sampling.get(name) is not None}
     return None if any(limit < 1 for limit in limits.values()) else {**sampling, **limits}
 
 
 def continued_prompt(prompt: Prompt, turn: Turn, sample: OpenSample) -> Prompt:
-    """The prompt whose completion continues `turn`, an aborted answer to `prompt`. The last token's row is always
-    requested: vLLM 0.28 fails at a start behind the prompt."""
+    """The prompt whose completion continues `turn`, an aborted answer to `prompt`.
+
+    The last token's row is always requested: vLLM 0.28 fails if the start lies behind the prompt.
+    """
     assert prompt.ids is not None
     ids: Ids = np.concatenate([prompt.ids, turn.completion_ids])
     return replace(prompt, ids=ids, routes_from=min(sample.rows_from, len(ids) - 1))
 
 
 def open_sample_of(turn: Turn, open_samples: Sequence[OpenSample]) -> OpenSample:
-    """For `read_turn`: the tokens of an aborted turn, and the first routed row that it lacks: vLLM sends none."""
+    """The aborted turn as an open sample for `read_turn`. `rows_from` is the first row that the
+    turn lacks: vLLM sends none."""
     if turn.routes is not None:
         rows_from = turn.routes.first + len(turn.routes.rows)
     else:
@@ -82,74 +87,78 @@ def open_sample_of(turn: Turn, open_samples: Sequence[OpenSample]) -> OpenSample
     return OpenSample(sequence=turn.sequence, rows_from=rows_from)
 
 
-def joined(first: Turn, rest: Turn) -> Turn:
-    """One turn of an aborted one and its continuation. It has no message: the renderer makes it from the tokens."""
-    if rest.extends is None or len(rest.prompt_ids):
+def joined(first: Turn, continuation: Turn) -> Turn:
+    """One turn, joined from an aborted one and its continuation. It has no message: the renderer
+    makes it from the tokens."""
+    if continuation.extends is None or len(continuation.prompt_ids):
         raise Upstream("the engine's response to a continued completion has another prompt than was sent")
     return structs.replace(
-        rest,
+        continuation,
         extends=first.extends,
         matches=first.matches,
         prefix_tokens=first.prefix_tokens,
         prompt_ids=first.prompt_ids,
-        completion_ids=np.concatenate([first.completion_ids, rest.completion_ids]),
-        completion_logprobs=np.concatenate([first.completion_logprobs, rest.completion_logprobs]),
-        completion_mask=_joined_masks(first, rest),
-        unknown_logprobs=first.unknown_logprobs + rest.unknown_logprobs,
-        routes=_joined_routes(first.routes, rest.routes),
+        completion_ids=np.concatenate([first.completion_ids, continuation.completion_ids]),
+        completion_logprobs=np.concatenate([first.completion_logprobs, continuation.completion_logprobs]),
+        completion_mask=_joined_masks(first, continuation),
+        unknown_logprobs=first.unknown_logprobs + continuation.unknown_logprobs,
+        routes=_joined_routes(first.routes, continuation.routes),
         routes_span=None,
-        sampling_mask=_joined_sampling_masks(first, rest),
-        version_spans=_joined_spans(first, rest),
+        sampling_mask=_joined_sampling_masks(first, continuation),
+        version_spans=_joined_spans(first, continuation),
         message=None,
         overlong_prompt=first.overlong_prompt,
-        fields=_joined_fields(first, rest),
+        fields=_joined_fields(first, continuation),
     )
 
 
-def _joined_masks(first: Turn, rest: Turn) -> NDArray[np.uint8] | None:
-    if first.completion_mask is None and rest.completion_mask is None:
+def _joined_masks(first: Turn, continuation: Turn) -> NDArray[np.uint8] | None:
+    if first.completion_mask is None and continuation.completion_mask is None:
         return None
     masks = [
         np.ones(len(turn.completion_ids), np.uint8) if turn.completion_mask is None else turn.completion_mask
-        for turn in (first, rest)
+        for turn in (first, continuation)
     ]
     return np.concatenate(masks)
 
 
-def _joined_spans(first: Turn, rest: Turn) -> tuple[VersionSpan, ...]:
-    """None if one of the parts that have tokens states no versions."""
+def _joined_spans(first: Turn, continuation: Turn) -> tuple[VersionSpan, ...]:
+    """The spans of both parts. Empty if a part with tokens states no versions."""
     done = len(first.completion_ids)
-    if not done or not len(rest.completion_ids):
-        return rest.version_spans or first.version_spans
-    if not first.version_spans or not rest.version_spans:
+    if not done or not len(continuation.completion_ids):
+        return continuation.version_spans or first.version_spans
+    if not first.version_spans or not continuation.version_spans:
         return ()
-    shifted = [replace(span, start=span.start + done, end=span.end + done) for span in rest.version_spans]
+    shifted = [replace(span, start=span.start + done, end=span.end + done) for span in continuation.version_spans]
     return (*first.version_spans, *shifted)
 
 
-def _joined_sampling_masks(first: Turn, rest: Turn) -> SamplingMask | None:
-    if first.sampling_mask is None or rest.sampling_mask is None:
+def _joined_sampling_masks(first: Turn, continuation: Turn) -> SamplingMask | None:
+    if first.sampling_mask is None or continuation.sampling_mask is None:
         return None
-    return first.sampling_mask.followed_by(rest.sampling_mask)
+    return first.sampling_mask.followed_by(continuation.sampling_mask)
 
 
-def _joined_routes(first: Routes | None, rest: Routes | None) -> Routes | None:
-    if first is None or rest is None:
-        return first or rest
+def _joined_routes(first: Routes | None, continuation: Routes | None) -> Routes | None:
+    if first is None or continuation is None:
+        return first or continuation
     valid = None
-    if first.valid is not None or rest.valid is not None:
+    if first.valid is not None or continuation.valid is not None:
         valid = np.concatenate(
-            [np.ones(len(part.rows), np.bool_) if part.valid is None else part.valid for part in (first, rest)]
+            [np.ones(len(part.rows), np.bool_) if part.valid is None else part.valid for part in (first, continuation)]
         )
-    return structs.replace(rest, first=first.first, rows=np.concatenate([first.rows, rest.rows]), valid=valid)
+    return structs.replace(
+        continuation, first=first.first, rows=np.concatenate([first.rows, continuation.rows]), valid=valid
+    )
 
 
-def _joined_fields(first: Turn, rest: Turn) -> dict[str, NDArray[Any]]:
-    """A field with a number per token needs both parts; of one number per turn the last is kept."""
+def _joined_fields(first: Turn, continuation: Turn) -> dict[str, NDArray[Any]]:
+    """The fields of both parts. A field with a number per token needs both. For one number per
+    turn, the last one is kept."""
     fields: dict[str, NDArray[Any]] = {}
-    for name, values in rest.fields.items():
+    for name, values in continuation.fields.items():
         if not values.ndim:
             fields[name] = values
-        elif (before := first.fields.get(name)) is not None or not len(first.completion_ids):
-            fields[name] = values if before is None else np.concatenate([before, values])
+        elif (first_values := first.fields.get(name)) is not None or not len(first.completion_ids):
+            fields[name] = values if first_values is None else np.concatenate([first_values, values])
     return fields

@@ -1,8 +1,9 @@
 """One response body -> one validated `Turn`.
 
-Only what is new is decoded: prompt ids and routed rows that an open sample holds are skipped. The fast path cuts them
-and the routed experts out of the bytes and decodes the rest by type; the full path decodes everything by type. Both
-give the same turn, and whatever the fast path rejects is read again by the full path.
+Only new parts are decoded: prompt ids and routed rows that an open sample holds are skipped. The
+fast path cuts them and the routed experts out of the bytes and decodes the rest by type. The full
+path decodes everything by type. Both give the same turn. The full path reads again whatever the
+fast path rejects.
 """
 
 import json
@@ -59,22 +60,24 @@ class RequestInfo:
 
     dialect: Dialect
     prompt_ids: Ids | None = None
-    """Used if the response has none."""
+    """Ids of the prompt, used if the response has none."""
     routes_from: int = 0
     """First routed row that was requested (SGLang: `routed_experts_start_len`)."""
     max_seq_len: int | None = None
-    """Limit of prompt and completion together; tokens beyond it are cut."""
+    """Limit of prompt and completion together. Tokens beyond it are cut."""
     fields: tuple[str, ...] = ()
     """Fields for the trainer to look for in the response."""
     renders: bool = False
-    """Whether the renderer makes the message from the completion's tokens: the engine's is not used."""
+    """Whether the renderer makes the message from the completion's tokens. The engine's message is
+    then not used."""
     continues: bool = False
     """Whether the caller continues an aborted completion. Otherwise one raises `Aborted`."""
 
 
 MAX_LOGPROB = np.float32(LOGPROB_ROUNDING)
 NO_LOGPROB = np.float32(-9999.0)
-"""What vLLM sends for a logprob that is missing, NaN or minus infinity. No model gives a token so little."""
+"""vLLM's value for a logprob that is missing, NaN or minus infinity. No model gives a token so
+little."""
 KEEP = (
     'pause the engine so that it keeps what it generates (vLLM: /pause?mode=keep, SGLang: /pause_generation with mode "'
     'in_place"), or lower the number of weight updates'
@@ -83,9 +86,9 @@ NEW_SAMPLE = OpenSample(sequence=Fingerprint(), rows_from=0)
 ROUTES_FROM = "vLLM (0.22.0 or newer) or SGLang (0.5.19 or newer) with --enable-return-routed-experts"
 NESTED_LISTS = f"routed experts: nested lists are not read; start {ROUTES_FROM}, which send base64"
 WRONG_CUT = "a cut does not match the field it was taken for"
-"""Internal: the full path follows."""
+"""Internal error text: the full path follows."""
 MALFORMED = (msgspec.DecodeError, json.JSONDecodeError, UnicodeDecodeError, RecursionError)
-"""What a dialect lets pass when it decodes a malformed response."""
+"""Errors that a dialect may raise when it decodes a malformed response."""
 OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 CHOICES = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 MASKS = msgspec.json.Decoder(list[list[TokenId]])
@@ -103,7 +106,7 @@ PARTS = (
     ("version_spans", tuple, "a tuple of VersionSpan"),
     ("final", bool, "True or False"),
 )
-"""The parts of `ResponseFields`, which a dialect of one's own may get wrong: name, type, what to return."""
+"""The parts of `ResponseFields`: name, type, advice. A custom dialect may get them wrong."""
 RIGHT_KINDS = set[tuple[type, ...]]()
 """Types of all parts that were checked one by one: a dialect has one or two such tuples."""
 _parts = attrgetter(*(name for name, _, _ in PARTS))
@@ -116,8 +119,8 @@ def read_turn(
     open_samples: Sequence[OpenSample] = (),
     route_format: RouteFormat = ANY_FORMAT,
 ) -> Turn:
-    """Validate a response and return what is new in it. `Upstream` if the response is malformed, StageError if the
-    dialect is wrong."""
+    """Validate a response and return its new parts. `Upstream` if it is malformed, StageError if
+    the dialect is wrong."""
     dialect = request.dialect
     cuts = find_cuts(
         body,
@@ -152,8 +155,8 @@ def _read(
 def _turn(
     body: Body, cuts: Cuts, open_samples: Sequence[OpenSample], request: RequestInfo, route_format: RouteFormat
 ) -> Turn:
-    rest = cuts.rest(body)
-    response = _response(rest, request)
+    uncut = cuts.rest(body)
+    response = _response(uncut, request)
     match, new_ids, new_text = _prompt(body, response.prompt_ids, cuts, open_samples, request)
     payload = _payload(body, response.routed_experts, cuts)
     sample = NEW_SAMPLE if match is None else open_samples[match.index]
@@ -164,10 +167,12 @@ def _turn(
     limit = tokens if request.max_seq_len is None else request.max_seq_len
     prompt_ids = new_ids[: max(0, limit - prefix_tokens)]
     completion_ids = sampled_ids[: max(0, limit - prompt_tokens)]
-    fields = _trainer_fields(rest, request.fields, tokens=len(sampled_ids))
-    wanted = Wanted(tokens=tokens, first=sample.rows_from, until=min(tokens, limit), requested_from=request.routes_from)
-    routes = _routes(body, cuts, payload, wanted, route_format) if payload else None
-    absent = routes is None and response.final and _expects_routes(wanted, request.dialect)
+    fields = _trainer_fields(uncut, request.fields, tokens=len(sampled_ids))
+    wanted_rows = Wanted(
+        tokens=tokens, first=sample.rows_from, until=min(tokens, limit), requested_from=request.routes_from
+    )
+    routes = _routes(body, cuts, payload, wanted_rows, route_format) if payload else None
+    absent = routes is None and response.final and _expects_routes(wanted_rows, request.dialect)
     masks_absent = request.dialect.settings.absent_routes is AbsentRoutes.MASK
     mask = None if mask is None else mask[: len(completion_ids)]
     return Turn(
@@ -197,10 +202,11 @@ def _turn(
     )
 
 
-def _expects_routes(wanted: Wanted, dialect: Dialect) -> bool:
-    """Whether the response must have new rows. `Upstream` if that is an error: it has none."""
+def _expects_routes(wanted_rows: Wanted, dialect: Dialect) -> bool:
+    """Whether the response must have new rows. It has none: `Upstream` if `engine.absent_routes`
+    makes that an error."""
     settings = dialect.settings
-    if not settings.routed_experts or min(wanted.tokens - 1, wanted.until) <= wanted.first:
+    if not settings.routed_experts or min(wanted_rows.tokens - 1, wanted_rows.until) <= wanted_rows.first:
         return False
     if settings.absent_routes is AbsentRoutes.ERROR:
         raise Upstream(
@@ -210,15 +216,17 @@ def _expects_routes(wanted: Wanted, dialect: Dialect) -> bool:
     return True
 
 
-def _sampling_mask(response: ResponseFields, request: RequestInfo, ids: Ids, kept: int) -> SamplingMask | None:
+def _sampling_mask(response: ResponseFields, request: RequestInfo, ids: Ids, kept_tokens: int) -> SamplingMask | None:
     if not request.dialect.settings.sampling_masks:
         return None
-    return _read_sampling_mask(response.sampling_mask, ids).first(kept)
+    return _read_sampling_mask(response.sampling_mask, ids).first(kept_tokens)
 
 
 def _read_sampling_mask(raw: msgspec.Raw, completion_ids: Ids) -> SamplingMask:
-    """For each completion token, the tokens that it was drawn from (top-k, top-p, min-p). `Upstream` unless there is a
-    set for every token, with the token in it."""
+    """The tokens that each completion token was drawn from (top-k, top-p, min-p).
+
+    `Upstream` unless every token has a set that contains it.
+    """
     if raw == ABSENT and not len(completion_ids):
         return SamplingMask.empty()
     if raw == ABSENT:
@@ -231,8 +239,8 @@ def _read_sampling_mask(raw: msgspec.Raw, completion_ids: Ids) -> SamplingMask:
         raise Upstream(f"the engine's response has {len(sets)} sampling masks for {len(completion_ids)} tokens")
     lengths = np.fromiter(map(len, sets), np.int32, len(sets))
     ids = np.fromiter(chain.from_iterable(sets), np.int32, int(lengths.sum()))
-    own = np.repeat(np.arange(len(sets)), lengths)[ids == np.repeat(completion_ids, lengths)]
-    if len(np.unique(own)) != len(sets):
+    sets_with_token = np.repeat(np.arange(len(sets)), lengths)[ids == np.repeat(completion_ids, lengths)]
+    if len(np.unique(sets_with_token)) != len(sets):
         raise Upstream("the engine's response has a sampling mask without the token that was sampled")
     return SamplingMask(ids=ids, lengths=lengths)
 
@@ -255,7 +263,8 @@ def _response(text: bytes, request: RequestInfo) -> ResponseFields:
 
 
 def _check_types(response: object, dialect: Dialect) -> None:
-    """StageError if a dialect returns what the response cannot be blamed for, and another one would not repair."""
+    """StageError if the dialect returns wrong types. The response is not to blame, and another one
+    would not help."""
     wrong = _wrong_type(response)
     if wrong:
         raise StageError(f"{type(dialect).__name__}.read returned {wrong}")
@@ -266,9 +275,9 @@ def _wrong_type(response: object) -> str | None:
         return f"a {type(response).__name__}: return headpond.engines.dialects.ResponseFields"
     kinds = tuple(map(type, _parts(response)))
     if kinds not in RIGHT_KINDS:
-        for (name, kind, wanted), value in zip(PARTS, _parts(response), strict=True):
+        for (name, kind, advice), value in zip(PARTS, _parts(response), strict=True):
             if not isinstance(value, kind):
-                return f"{name} of type {type(value).__name__}: return {wanted}"
+                return f"{name} of type {type(value).__name__}: return {advice}"
         RIGHT_KINDS.add(kinds)
     ids, logprobs = response.completion_ids, response.completion_logprobs
     if ids.size and ids.dtype.kind not in "iu":
@@ -279,12 +288,15 @@ def _wrong_type(response: object) -> str | None:
 
 
 def _completion(response: ResponseFields, dialect: Dialect) -> tuple[Ids, Logprobs, Mask | None]:
-    """Ids and logprobs, checked; and which tokens have a logprob, if not all. The others get 0, as context has."""
+    """Ids and logprobs, checked, and a mask of the tokens that have a logprob; None if all have.
+
+    The others get logprob 0, like context.
+    """
     ids, logprobs = _checked_completion(response, dialect)
     if not len(logprobs) or logprobs.min() > NO_LOGPROB:
         return ids, logprobs, None
-    known = logprobs > NO_LOGPROB
-    return ids, np.where(known, logprobs, np.float32(0)), known.astype(np.uint8)
+    has_logprob = logprobs > NO_LOGPROB
+    return ids, np.where(has_logprob, logprobs, np.float32(0)), has_logprob.astype(np.uint8)
 
 
 def _checked_completion(response: ResponseFields, dialect: Dialect) -> tuple[Ids, Logprobs]:
@@ -302,8 +314,10 @@ def _checked_completion(response: ResponseFields, dialect: Dialect) -> tuple[Ids
 
 
 def _trainer_fields(text: bytes, names: Sequence[str], *, tokens: int) -> dict[str, Array]:
-    """The fields for the trainer that the response has: on its choice, in `meta_info`, or outside of any. Each is a
-    number, or one for each of its `tokens` completion tokens."""
+    """The trainer's fields in a response: on its choice, in `meta_info`, or outside of both.
+
+    Each is one number, or one for each of its `tokens` completion tokens.
+    """
     if not names or not any(b'"%b"' % name.encode() in text for name in names):
         return {}
     values = OBJECT.decode(text)
@@ -320,14 +334,14 @@ def _trainer_fields(text: bytes, names: Sequence[str], *, tokens: int) -> dict[s
     return fields
 
 
-def _spans(spans: tuple[VersionSpan, ...], tokens: int, kept: int) -> tuple[VersionSpan, ...]:
-    """The spans of the first `kept` tokens, checked to cover all of them once, in order."""
+def _spans(spans: tuple[VersionSpan, ...], tokens: int, kept_tokens: int) -> tuple[VersionSpan, ...]:
+    """The spans of the first `kept_tokens` tokens, checked to cover all of them once, in order."""
     if not spans:
         return ()
     bounds = [0, *(span.end for span in spans)]
     if [*(span.start for span in spans), tokens] != bounds or bounds != sorted(bounds):
         raise Upstream(f"the engine's weight versions do not cover the {tokens} tokens of its response, in order")
-    return tuple(replace(span, end=min(span.end, kept)) for span in spans if span.start < kept)
+    return tuple(replace(span, end=min(span.end, kept_tokens)) for span in spans if span.start < kept_tokens)
 
 
 class _NewIds(NamedTuple):
@@ -362,8 +376,10 @@ def _prompt(
 
 
 def _check_sent(ids: Ids, prefix: Fingerprint, request: RequestInfo) -> None:
-    """`Upstream` if the prompt, `ids` behind `prefix`, is not the one that was sent: the response is another
-    request's."""
+    """`Upstream` if the prompt, `ids` behind `prefix`, is not the one that was sent.
+
+    The response then answers another request.
+    """
     sent = request.prompt_ids
     if sent is None:
         return
@@ -376,18 +392,18 @@ class _Payload(NamedTuple):
     """The value of `routed_experts`."""
 
     json: bytes | memoryview
-    """With the mark in place of what was cut."""
+    """The value as JSON, with the mark in place of a cut."""
     span: Span | None
-    """In the body; None if the dialect made the value itself."""
+    """Position of the value in the body; None if the dialect made the value itself."""
 
 
 def _payload(body: Body, raw: msgspec.Raw, cuts: Cuts) -> _Payload | None:
     if cuts.experts is not None:
         start, end = cuts.experts
-        before, mark, after = bytes(raw).partition(MARK)
+        prefix, mark, suffix = bytes(raw).partition(MARK)
         if not mark:
             raise Upstream(WRONG_CUT)
-        return _Payload(json=bytes(raw), span=(start - len(before), end + len(after)))
+        return _Payload(json=bytes(raw), span=(start - len(prefix), end + len(suffix)))
     if raw == ABSENT:
         return None
     if cuts.any:
@@ -403,7 +419,7 @@ def _address(buffer: msgspec.Raw | Body) -> int:
     return np.frombuffer(buffer, np.uint8).ctypes.data
 
 
-def _routes(body: Body, cuts: Cuts, payload: _Payload, wanted: Wanted, route_format: RouteFormat) -> Routes | None:
+def _routes(body: Body, cuts: Cuts, payload: _Payload, wanted_rows: Wanted, route_format: RouteFormat) -> Routes | None:
     if payload.json[:1] == b"[":
         raise Upstream(NESTED_LISTS)
     wire = read_part(payload.json, WIRE_OBJECT, "routed_experts") if payload.json[:1] == b"{" else None
@@ -418,4 +434,4 @@ def _routes(body: Body, cuts: Cuts, payload: _Payload, wanted: Wanted, route_for
         text = quoted[1:-1]
     else:
         text = msgspec.json.decode(quoted, type=str).encode()
-    return read_object(wire, text, wanted, route_format) if wire else read_string(text, wanted, route_format)
+    return read_object(wire, text, wanted_rows, route_format) if wire else read_string(text, wanted_rows, route_format)

@@ -1,7 +1,8 @@
-"""Routed experts in a response: three wire forms, of which only the rows that are still needed are decoded.
+"""Routed experts in a response. They have three wire forms; only the rows that are still needed are
+decoded.
 
-Base64 is positional, so decoding starts at the first wanted row and the characters before it are not read. Rows are
-identified by their absolute token position.
+Base64 is positional. So decoding starts at the first wanted row, and the characters before it are
+not read. Rows are identified by their absolute token position.
 """
 
 import binascii
@@ -30,19 +31,20 @@ SAMPLED_ROWS = 16
 
 
 class Wanted(NamedTuple):
-    """Which rows of a response are needed, and how many it must have."""
+    """The rows of a response that are needed, and the number that it must have."""
 
     tokens: int
-    """Prompt and completion of the response."""
+    """Number of tokens in the response's prompt and completion."""
     first: int
-    """Rows before this position are recorded already."""
+    """First row that is needed: rows before this position are recorded already."""
     until: int
-    """Rows from this position on belong to tokens that were cut."""
+    """End of the rows that are needed: later ones belong to tokens that were cut."""
     requested_from: int = 0
     """First row that was requested. Engines may ignore it and send all rows."""
 
     def start(self, rows: int, stated: int | None = None) -> int:
-        """Position of a payload's first row. Every token but the last has a row; some engines send the last as well."""
+        """Position of a payload's first row. Every token but the last has a row; some engines send
+        the last row too."""
         starts = (self.requested_from, 0) if stated is None else (stated,)
         for missing in (1, 0):
             for start in starts:
@@ -74,20 +76,20 @@ class Payload(NamedTuple):
     """Size of the `.npy` header before the first row."""
 
 
-def read_object(wire: WireObject, text: Text, wanted: Wanted, route_format: RouteFormat) -> Routes | None:
+def read_object(wire: WireObject, text: Text, wanted_rows: Wanted, route_format: RouteFormat) -> Routes | None:
     """The wanted rows of the form with a shape; `text` is the base64 of its data."""
     rows, layers, topk = wire.shape
     learned = route_format.learned(layers=layers, topk=topk, wire="uint8" if wire.dtype is None else wire.dtype)
-    return _read(Payload(text=text, rows=rows, start=wanted.start(rows, wire.start), format=learned), wanted)
+    return _read(Payload(text=text, rows=rows, start=wanted_rows.start(rows, wire.start), format=learned), wanted_rows)
 
 
-def read_string(text: Text, wanted: Wanted, route_format: RouteFormat) -> Routes | None:
+def read_string(text: Text, wanted_rows: Wanted, route_format: RouteFormat) -> Routes | None:
     """The wanted rows of a string: a `.npy` file in base64, or SGLang's bare array."""
     if bytes(text[: len(NPY_MAGIC_TEXT)]) != NPY_MAGIC_TEXT:
-        return _read(_bare(text, wanted, route_format), wanted)
+        return _read(_bare(text, wanted_rows, route_format), wanted_rows)
     header_bytes, rows, learned = npy_header(text, route_format)
-    start = wanted.start(rows)
-    return _read(Payload(text=text, rows=rows, start=start, format=learned, header_bytes=header_bytes), wanted)
+    start = wanted_rows.start(rows)
+    return _read(Payload(text=text, rows=rows, start=start, format=learned, header_bytes=header_bytes), wanted_rows)
 
 
 def npy_header(text: Text, route_format: RouteFormat) -> tuple[int, int, RouteFormat]:
@@ -107,8 +109,9 @@ def base64_length(size: int) -> int:
     return -(-size // 3) * 4
 
 
-def _bare(text: Text, wanted: Wanted, route_format: RouteFormat) -> Payload:
-    """SGLang's string without a shape. Both sides of it are configured: 6 layers of 2 experts divide as 4 of 3 do."""
+def _bare(text: Text, wanted_rows: Wanted, route_format: RouteFormat) -> Payload:
+    """The payload of SGLang's string without a shape. Layers and top-k are configured: 6 layers of
+    2 experts divide as 4 of 3 do."""
     layers, topk, size = route_format.layers, route_format.topk, len(text) // 4 * 3 - bytes(text[-2:]).count(b"=")
     if layers is None or topk is None:
         raise Upstream(
@@ -116,25 +119,26 @@ def _bare(text: Text, wanted: Wanted, route_format: RouteFormat) -> Payload:
             "engine.experts_per_token"
         )
     for missing in (1, 0):
-        for start in (wanted.requested_from, 0):
-            rows = wanted.tokens - missing - start
+        for start in (wanted_rows.requested_from, 0):
+            rows = wanted_rows.tokens - missing - start
             if rows >= 0 and size == rows * layers * topk * 4:
                 learned = route_format.learned(layers=layers, topk=topk, wire=SHAPELESS_WIRE)
                 return Payload(text=text, rows=rows, start=start, format=learned)
     raise Upstream(
-        f"routed experts: {size} bytes are not int32 rows of {layers} layers and {topk} experts for {wanted.tokens} "
-        "tokens; check engine.hidden_layers and engine.experts_per_token against the model's config.json"
+        f"routed experts: {size} bytes are not int32 rows of {layers} layers and {topk} experts for "
+        f"{wanted_rows.tokens} tokens; check engine.hidden_layers and engine.experts_per_token against the model's "
+        "config.json"
     )
 
 
-def _read(payload: Payload, wanted: Wanted) -> Routes | None:
+def _read(payload: Payload, wanted_rows: Wanted) -> Routes | None:
     route_format, row_bytes = payload.format, payload.format.row_bytes
     assert route_format.wire is not None
     assert row_bytes is not None
     size = payload.header_bytes + payload.rows * row_bytes
     if len(payload.text) != base64_length(size):
         raise Upstream(f"routed experts: {len(payload.text)} characters of base64 for {size} bytes")
-    first = max(payload.start, wanted.first)
+    first = max(payload.start, wanted_rows.first)
     skipped_bytes = payload.header_bytes + (first - payload.start) * row_bytes
     if skipped_bytes >= size:
         return None
@@ -142,11 +146,13 @@ def _read(payload: Payload, wanted: Wanted) -> Routes | None:
     if len(decoded) != size - skipped_bytes // 3 * 3:
         raise Upstream("routed experts: the base64's padding does not fit its shape")
     values = np.frombuffer(decoded, WIRE_DTYPES[route_format.wire], offset=skipped_bytes % 3)
-    return _routes(values.reshape(-1, route_format.layers or 0, route_format.topk or 0), first, wanted, route_format)
+    return _routes(
+        values.reshape(-1, route_format.layers or 0, route_format.topk or 0), first, wanted_rows, route_format
+    )
 
 
-def _routes(values: NDArray[Any], first: int, wanted: Wanted, route_format: RouteFormat) -> Routes | None:
-    rows = _narrowed(values, route_format)[: max(0, wanted.until - first)]
+def _routes(values: NDArray[Any], first: int, wanted_rows: Wanted, route_format: RouteFormat) -> Routes | None:
+    rows = _narrowed(values, route_format)[: max(0, wanted_rows.until - first)]
     if not len(rows):
         return None
     valid = _captured(rows, route_format)
@@ -166,7 +172,8 @@ def _narrowed(values: NDArray[Any], route_format: RouteFormat) -> Rows:
 
 
 def _captured(rows: Rows, route_format: RouteFormat) -> NDArray[np.bool_] | None:
-    """Which rows were captured; None if all. Zeros would mean expert 0 chosen top-k times, which no router does."""
+    """A mask of the rows that were captured; None if all were. Zeros would mean expert 0 chosen
+    top-k times, which no router does."""
     if route_format.check is CheckRoutes.OFF or route_format.topk == 1:
         return None
     if route_format.check is CheckRoutes.SAMPLE:

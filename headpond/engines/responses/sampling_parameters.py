@@ -1,6 +1,7 @@
-"""Sampling parameters that change the distribution, recorded with each turn.
+"""Sampling parameters that change the distribution. They are recorded with each turn.
 
-The trainer computes probabilities of the unchanged distribution, so importance ratios of such turns are off.
+The trainer computes probabilities of the unchanged distribution, so importance ratios of such turns
+are off.
 """
 
 import functools

@@ -1,4 +1,5 @@
-"""The control endpoints of a server as data: which calls tell its weights' version, and which load others."""
+"""The control endpoints of a server as data: calls that read the version of its weights, and load
+others."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,16 +14,17 @@ class Call:
     path: str
     body: Any = None
     may_be_early: bool = False
-    """Whether the server refuses until requests have let go of what they hold: repeated a few times."""
+    """Whether the server refuses while requests still hold resources. The call is then repeated a
+    few times."""
 
 
 class ControlCalls:
-    """A server that says nothing of its weights and loads none. Subclassed for each server; stateless."""
+    """A server that reports no weights and loads none. Each server has a subclass. Stateless."""
 
     version_paths: tuple[str, ...] = ()
-    """GET, the first one that answers is used from then on."""
+    """GET paths. The first one that answers is used from then on."""
     hint: str = 'Set engine.weight_update = "trainer": this dialect has no calls that load weights'
-    """What to do if the server does not have an endpoint."""
+    """The remedy if the server lacks an endpoint."""
 
     def read_version(self, body: bytes) -> str | None:
         """The weights' name in the answer of a version path."""
@@ -38,17 +40,17 @@ class ControlCalls:
         return [Call(path="/")]
 
     def load(self, weights: str, label: str) -> list[Call]:
-        """Load, drop what was cached with other weights, name the new ones."""
+        """Load weights, drop the cache of the old ones, and name the new ones."""
         return []
 
     def resume(self, label: str | None) -> list[Call]:
-        """Generate on; first name the weights, unless `label` is None."""
+        """Generate on. Name the weights first, unless `label` is None."""
         return []
 
     # LoRA adapters: each version is loaded beside the others, under a name of its own, and requests name it as model.
 
     models_path: str = "/v1/models"
-    """GET: the names of the loaded adapters are among its ids."""
+    """GET path. The names of the loaded adapters are among its ids."""
 
     def read_adapters(self, body: bytes) -> list[str]:
         """The ids that the server lists, the last loaded last."""
@@ -65,7 +67,7 @@ class ControlCalls:
         return []
 
     def adapter_model(self, model: str, name: str) -> str:
-        """What a request names as its model."""
+        """The model name of a request that uses the adapter."""
         return name
 
 
@@ -79,8 +81,11 @@ class VllmCalls(ControlCalls):
         return [Call(path="/pause?mode=keep"), self._name(label)]
 
     def load(self, weights: str, label: str) -> list[Call]:
-        """Held requests have their cached prefix computed again: else they, and every request with that prefix, would
-        mix keys and values of both versions."""
+        """Load weights. Held requests compute their cached prefix again.
+
+        Otherwise they, and every request with that prefix, would mix keys and values of both
+        versions.
+        """
         return [
             Call(path="/collective_rpc", body={"method": "reload_weights", "kwargs": {"weights_path": weights}}),
             Call(path="/reset_prefix_cache?reset_running_requests=true", may_be_early=True),
@@ -91,7 +96,7 @@ class VllmCalls(ControlCalls):
         return [*([self._name(label)] if label else []), Call(path="/resume")]
 
     def load_adapter(self, name: str, weights: str) -> list[Call]:
-        """With VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."""
+        """Load an adapter. The server must run with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."""
         return [Call(path="/v1/load_lora_adapter", body={"lora_name": name, "lora_path": weights})]
 
     def unload_adapter(self, name: str) -> list[Call]:
@@ -109,7 +114,7 @@ class SglangCalls(ControlCalls):
     hint = "Update SGLang to 0.5.13 or later"
 
     def pause(self, label: str) -> list[Call]:
-        """Retracted requests start over from their tokens, with nothing cached."""
+        """Pause in mode `retract`: the requests start over from their tokens, with nothing cached."""
         return [Call(path="/pause_generation", body={"mode": "retract"}), self._name(label)]
 
     def load(self, weights: str, label: str) -> list[Call]:
@@ -130,5 +135,5 @@ class SglangCalls(ControlCalls):
 
     @staticmethod
     def _name(label: str) -> Call:
-        """By default SGLang ends every request here."""
+        """Name the weights without aborting: by default SGLang ends every request here."""
         return Call(path="/update_weight_version", body={"new_version": label, "abort_all_requests": False})

@@ -1,5 +1,9 @@
-"""What an engine calls its weights. vLLM and SGLang keep a free text: `7` where the trainer sets it, `7@RUN` where the
-run does. A text that is not a version names the weights that the server started with (both begin with `default`)."""
+"""Labels of an engine's weights. vLLM and SGLang keep a free text: `7` if the trainer sets it,
+`7@RUN` if the run does.
+
+A text that is not a version names the weights that the server started with (both begin with
+`default`).
+"""
 
 import re
 from dataclasses import dataclass
@@ -11,9 +15,9 @@ from headpond.errors import Upstream
 from headpond.turn import VersionSpan
 
 MAX_VERSION = 2**31 - 1
-"""Stored as i32."""
+"""Versions are stored as i32."""
 START_VERSION = 0
-"""Of the weights that a server started with."""
+"""Version of the weights that a server started with."""
 LOADING, FAILED = "loading", "failed"
 LABEL = re.compile(rf"(?:({LOADING}|{FAILED}) )?([0-9]{{1,10}})(?:@([A-Za-z0-9_-]{{1,100}}))?", re.ASCII)
 Version = Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
@@ -26,9 +30,10 @@ class WeightLabel:
     numbered: bool = False
     """Whether the text names a version. If not, nothing was loaded since the server started."""
     run: str | None = None
-    """The run that loaded the weights itself."""
+    """The run that loaded the weights, if it did so itself."""
     unfit: str | None = None
-    """`loading` or `failed` if the weights may be of two versions at once: nothing that they sample is trained on."""
+    """`loading` or `failed` if the weights may be of two versions at once. None of their samples
+    are trained on."""
 
     @classmethod
     def parse(cls, text: str) -> "WeightLabel":

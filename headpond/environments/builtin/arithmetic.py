@@ -16,7 +16,7 @@ ANSWER = re.compile(r"Answer:\s*(-?\d+)")
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     text: str
-    """numbers, ` + `, ` - ` and ` * `, with the usual precedence: `12 + 3 * 4 - 5`"""
+    """Numbers, ` + `, ` - ` and ` * `, with the usual precedence: `12 + 3 * 4 - 5`."""
     answer: int
 
 
@@ -54,6 +54,6 @@ def make_problem(*, terms: int, largest: int, seed: str) -> Problem:
 
 
 def last_answer(text: str) -> int | None:
-    """The number of the last `Answer: N`; numbers of 20 and more characters do not count."""
+    """Return the number of the last `Answer: N`. Numbers of 20 and more characters do not count."""
     answers = ANSWER.findall(text)
     return int(answers[-1]) if answers and len(answers[-1]) < 20 else None

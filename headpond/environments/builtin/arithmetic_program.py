@@ -1,4 +1,5 @@
-"""The problems of `arithmetic`, played by a separate program (`arithmetic_agent.py`) that is given a URL and a key."""
+"""The problems of `arithmetic`, played by a separate program (`arithmetic_agent.py`). It gets a
+URL and a key."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Scored as a group: a valid number that k rollouts of the group have named gives each of them a reward of 1 / k."""
+"""Rewards a whole group: each of k rollouts that name the same valid number gets 1 / k."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class Distinct:
         return Score(reward=float(self._valid_number(example, completion.content) is not None))
 
     def score_group(self, example: int, rollouts: Sequence[PlayedRollout]) -> list[float]:
-        numbers = [None if each.error else self._valid_number(example, each.last_answer) for each in rollouts]
+        numbers = [None if rollout.error else self._valid_number(example, rollout.last_answer) for rollout in rollouts]
         counts = Counter(numbers)
         return [0.0 if number is None else 1 / counts[number] for number in numbers]
 

@@ -25,7 +25,7 @@ TOO_LOW, TOO_HIGH, CORRECT = "too low", "too high", "correct"
 @dataclass(kw_only=True)
 class Game:
     secrets: Mapping[str, int]
-    found: set[str] = field(default_factory=set[str])
+    guessed: set[str] = field(default_factory=set[str])
 
     @tool
     async def guess(self, box: str, number: int) -> str:
@@ -33,13 +33,13 @@ class Game:
         if box not in self.secrets:
             raise ValueError(f"there is no box {box}; there are {', '.join(self.secrets)}")
         if number == self.secrets[box]:
-            self.found.add(box)
+            self.guessed.add(box)
             return CORRECT
         return TOO_LOW if number < self.secrets[box] else TOO_HIGH
 
     @property
     def over(self) -> bool:
-        return len(self.found) == len(self.secrets)
+        return len(self.guessed) == len(self.secrets)
 
 
 class Guess:
@@ -70,7 +70,7 @@ class Guess:
                 break
             messages += [completion.message, *await tools.answer(completion)]
         return Score(
-            reward=len(game.found) / len(example),
+            reward=len(game.guessed) / len(example),
             metrics={"solved": float(game.over), "guesses": tools.calls, "invalid_calls": tools.errors},
         )
 

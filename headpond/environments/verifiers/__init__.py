@@ -1,4 +1,5 @@
-"""Environments of the package `verifiers`. Only the child process (`verifiers_child.py`) imports the package."""
+"""Environments of the package `verifiers`. Only the child process (`verifiers_child.py`) imports
+the package."""
 
 from headpond.environments.verifiers.adapter import Verifiers
 

@@ -1,4 +1,5 @@
-"""`Verifiers`: the environment that plays tasks of the package `verifiers`, which runs in a child process."""
+"""`Verifiers`: an environment that plays tasks of the package `verifiers`, which runs in a child
+process."""
 
 import asyncio
 from collections.abc import Sequence
@@ -18,10 +19,9 @@ FAILURES = {
 
 
 class Verifiers:
-    """`taskset` and `harness` are the package's ids: importable modules. `config` is the package's `env` block.
-
-    `size` limits the tasks to the first ones; `metrics` selects the package's metrics to keep (default: all).
-    """
+    """Plays tasks of the package. `taskset` and `harness` are the package's ids: importable
+    modules. `config` is the package's `env` block. `size` limits the tasks to the first ones;
+    `metrics` selects the package's metrics (default: all)."""
 
     external_agent = True
 
@@ -41,7 +41,7 @@ class Verifiers:
 
     @property
     def examples(self) -> Sequence[int]:
-        """Task indices; the tasks themselves stay in the child process."""
+        """Task indices. The tasks themselves stay in the child process."""
         return range(self._process.examples)
 
     async def rollout(self, example: int, policy: AgentPolicy) -> Score:
@@ -60,7 +60,7 @@ class Verifiers:
         return {name: value for name, value in result.metrics.items() if self._metrics is None or name in self._metrics}
 
     async def _running_process(self) -> VerifiersProcess:
-        """Replaces a process that died, once for all rollouts that wait for it."""
+        """Return the process. A dead one is replaced once for all waiting rollouts."""
         if not self._process.is_running:
             if self._restarting is None:
                 self._restarting = asyncio.create_task(self._restart())

@@ -1,7 +1,8 @@
 """Reads the result of a `verifiers` episode from its traces: a score, or a failure and its kind.
 
-The package reports two kinds of failed episodes as ok and scored: those that ran out of time, and those whose harness
-exited normally after the model became unreachable. Both count as failures here.
+The package reports two kinds of failed episodes as ok and scored: episodes that ran out of time,
+and episodes whose harness exited normally after the model became unreachable. Both count as
+failures here.
 """
 
 import math
@@ -13,7 +14,7 @@ from headpond.engines.dialects.base import CONTEXT_LIMIT
 from headpond.engines.http.transport import UNREACHABLE
 from headpond.environments.verifiers.wire import EpisodeResult, Outcome
 
-# Texts of the session server's refusals when the policy has reached a limit.
+# Texts of the session server's refusals at a limit of the policy.
 POLICY_LIMITS = (*CONTEXT_LIMIT, "turn limit:", "max_seq_len", "breaks its prefix too often")
 # The package's error class names, as it records them.
 PROVIDER_ERROR = "ProviderError"
@@ -38,13 +39,14 @@ def episode_result(number: int, episode: Any) -> EpisodeResult:
 
 
 def _timeout(episode: Any) -> tuple[Outcome, str] | None:
-    """A timeout is the policy's failure, except during setup or of an agent that is not trained."""
+    """Classify a timeout: the policy's failure, except during setup or if the late agent is not
+    trained."""
     late = [trace for trace in episode.traces if trace.is_timeout]
     if not late and not episode.is_timeout:
         return None
     reason = f"timeout: {', '.join(trace.stop_condition for trace in late) or episode.last_error.message}"
-    others = [trace for trace in late if not trace.agent.trainable or trace.stop_condition == SETUP_TIMEOUT]
-    return (Outcome.INFRASTRUCTURE if others else Outcome.POLICY), reason
+    excused = [trace for trace in late if not trace.agent.trainable or trace.stop_condition == SETUP_TIMEOUT]
+    return (Outcome.INFRASTRUCTURE if excused else Outcome.POLICY), reason
 
 
 def _failure(episode: Any, trained: Sequence[Any]) -> tuple[Outcome, str] | None:
@@ -54,14 +56,16 @@ def _failure(episode: Any, trained: Sequence[Any]) -> tuple[Outcome, str] | None
         if not errors:
             return Outcome.ENVIRONMENT, "the episode is not ok and has no error"
         return _classify(errors[-1], last_call_errors), _describe(errors[-1])
-    # A harness may stop normally at a limit and is then scored. A lost completion is a failure all the same.
+    # A harness may stop normally at a limit and is then scored. A lost completion is still a
+    # failure.
     lost = [error for error in last_call_errors if error.type == PROVIDER_ERROR and not _is_limit(error)]
     return (_classify(lost[-1], []), f"the last completion was lost: {_describe(lost[-1])}") if lost else None
 
 
 def _classify(error: Any, last_call_errors: Sequence[Any]) -> Outcome:
-    """A limit is the policy's failure only if the policy's own call was refused: judges call models, too."""
-    if _is_limit(error) and any(error.message == each.message for each in last_call_errors):
+    """Classify an error. A limit is the policy's failure only if the policy's own call was
+    refused: judges call models, too."""
+    if _is_limit(error) and any(error.message == call_error.message for call_error in last_call_errors):
         return Outcome.POLICY
     if error.type == PROVIDER_ERROR and UNREACHABLE in error.message:
         return Outcome.UNREACHABLE
@@ -73,7 +77,7 @@ def _is_limit(error: Any) -> bool:
 
 
 def _describe(error: Any) -> str:
-    """With the line of code that raised it."""
+    """Describe an error with the line of code that raised it."""
     first = CHAINED_EXCEPTION.split(error.traceback or "")[0]
     places = [line.strip() for line in first.splitlines() if line.strip().startswith('File "')]
     return f"{error.type}: {error.message}" + (f" ({places[-1]})" if places else "")

@@ -1,8 +1,9 @@
-"""Loads an environment of `verifiers` and plays its episodes. Runs in the process of `verifiers_child.py`.
+"""Loads an environment of `verifiers` and plays its episodes. Runs in the process of
+`verifiers_child.py`.
 
-Every rollout has its own session, with its own URL and key. The package reads the key from a variable of the process
-and keeps a client with connections for every URL. Here each rollout gets a copy of one client, which shares the
-connections and is dropped with the rollout.
+Every rollout has its own session, with its own URL and key. The package reads the key from a
+variable of the process and has a client with connections for every URL. Here each rollout gets a
+copy of one client. The copy shares the connections and is dropped with the rollout.
 """
 
 import asyncio
@@ -21,9 +22,9 @@ from headpond.event_loop.cancellation import run_to_completion
 from headpond.event_loop.offload import in_io_thread
 
 LOCAL_RUNTIME = {"type": "subprocess"}
-# One interception server serves all rollouts of the process: the package's pools are for tunnels.
+# One interception server serves all rollouts of the process. The package's pools are for tunnels.
 ONE_SERVER = {"type": "server"}
-# Required by the package's client; each rollout's copy of the client has its own URL and key.
+# The package's client requires these. Each rollout's copy of the client has its own URL and key.
 UNUSED_VARIABLE = "HEADPOND_UNUSED_API_KEY"
 UNUSED_URL = "http://127.0.0.1:9/v1"
 
@@ -42,7 +43,7 @@ class Player:
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """The context in which episodes are played."""
+        """Serve the environment. Episodes are played in this context."""
         try:
             async with self._environment.serving():
                 self._clients = self._environment._interception.clients
@@ -70,7 +71,8 @@ class Player:
 
     @contextlib.contextmanager
     def _session(self, request: EpisodeRequest) -> Iterator[Any]:
-        """The endpoint of a rollout, under which the interception server finds the rollout's own client."""
+        """Yield the rollout's endpoint. The interception server finds the rollout's own client
+        under it."""
         endpoint = self._endpoint(request.base_url)
         client = copy.copy(self._client)
         client.base_url, client.api_key = request.base_url, request.api_key
@@ -95,14 +97,15 @@ def _import_package() -> Any:
 
 
 def _use_directory(directory: Path) -> None:
-    """Keep the files of episodes in `directory`, which is removed after a crash. The package's default is in the home
-    directory; programs that it has installed there for all processes stay there."""
+    """Put the files of episodes in `directory`, which is removed after a crash. The package's
+    default is in the home directory; programs installed there for all processes stay there."""
     runtime: Any = importlib.import_module("verifiers.v1.runtimes.subprocess")
     runtime.CACHE_DIR = directory
 
 
 def _config(resolve: Callable[[dict[str, Any]], Any], settings: Settings) -> Any:
-    """The package's configuration, with this machine as the default runtime of every role in place of a sandbox."""
+    """Resolve the package's configuration. This machine is the default runtime of every role, in
+    place of a sandbox."""
     taskset = {"id": settings.taskset, **settings.config.get("taskset", {})}
     config = {"interception": ONE_SERVER, **settings.config, "taskset": taskset}
     if config["interception"].get("type") != ONE_SERVER["type"]:
@@ -121,7 +124,8 @@ def _config(resolve: Callable[[dict[str, Any]], Any], settings: Settings) -> Any
 
 
 def _refuse_retries(config: Any, roles_of: Callable[[Any], dict[str, Any]]) -> Any:
-    """Refuse the package's retries: the failed tries stay in the rollout's recording and would be trained on."""
+    """Refuse the package's retries: failed tries stay in the rollout's recording and would be
+    trained on."""
     roles = {f"{role}.retries": agent.retries for role, agent in roles_of(config).items() if agent.client is None}
     for setting, retries in {"retries": config.retries, **roles}.items():
         if retries.max_retries or retries.rules:
@@ -136,7 +140,8 @@ def _tasks(taskset: Any, size: int | None) -> list[Any]:
 
 
 def _refuse_untrained(base_url: str) -> Callable[[Any], None]:
-    """Refuse agents that use a rollout's session but are not trained: everything in the session is trained on."""
+    """Refuse agents that use a rollout's session but are not trained: everything in the session
+    is trained on."""
 
     def check(trace: Any) -> None:
         agent = trace.agent

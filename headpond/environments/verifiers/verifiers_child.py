@@ -1,6 +1,8 @@
-"""The child process of a `verifiers` environment: loads it, plays requested episodes, ends when its socket closes.
+"""The child process of a `verifiers` environment: loads it, plays requested episodes, ends when its
+socket closes.
 
-The loop runs in the main thread: the package's graders use signals for their timeouts and score 0 in other threads.
+The loop runs in the main thread: the package's graders use signals for their timeouts and score
+0 in other threads.
 """
 
 import asyncio
@@ -36,7 +38,7 @@ from headpond.errors import ConfigError, HeadpondError, error_boundary
 from headpond.event_loop.factory import event_loop_factory
 from headpond.event_loop.loop_lag import LagTrace, LoopLag
 
-# A reward that blocks the loop for longer is named in the worker's log.
+# The worker's log names a reward that blocks the loop for longer.
 BLOCKED_S = 1.0
 
 
@@ -51,11 +53,12 @@ class EpisodeServer:
         lag = LoopLag(process="verifiers", trace=LagTrace(BLOCKED_S))
         background = [asyncio.create_task(lag.run()), asyncio.create_task(self._send_heartbeats())]
         try:
-            with contextlib.suppress(ConnectionError):  # the worker was killed
+            with contextlib.suppress(ConnectionError):  # The worker was killed.
                 while line := await self._reader.readline():
                     self._handle(worker_message_decoder.decode(line))
         finally:
-            # The kernel enforces the timeout: threads may never end, and environments may ignore cancellation.
+            # The kernel enforces the timeout: threads may never end, and environments may ignore
+            # cancellation.
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_REAL, SHUTDOWN_TIMEOUT_S)
             tasks = [*background, *self._playing.values()]
@@ -113,7 +116,8 @@ async def serve(player: Player, connection: socket.socket) -> None:
 def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     connection = socket.socket(fileno=int(sys.argv[1]))
-    connection.set_inheritable(False)  # a program that outlives this process must not keep the socket open
+    # A program that outlives this process must not hold the socket open.
+    connection.set_inheritable(False)
     with connection.makefile("rb") as lines:
         settings = settings_decoder.decode(lines.readline())
     try:
@@ -126,7 +130,7 @@ def main() -> None:
         with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
             runner.run(serve(player, connection))
     finally:
-        if settings.directory:  # in case the worker was killed; otherwise the worker removes it too
+        if settings.directory:  # The worker removes it too, unless the worker was killed.
             shutil.rmtree(settings.directory, ignore_errors=True)
 
 

@@ -1,8 +1,9 @@
 """The worker's handle on the child process of a `verifiers` environment (`verifiers_child.py`).
 
-In the worker itself, importing the package would hold the GIL for seconds, one computing reward would block the loop
-of all rollouts, the programs of agents would inherit the worker's secrets, and the package's graders, which need the
-main thread, would score 0. The child ends when its socket closes, so also with its worker.
+The worker itself must not import the package. The import would hold the GIL for seconds. One
+computing reward would block the loop of all rollouts. Agents' programs would inherit the
+worker's secrets. The package's graders need the main thread and would score 0. The child ends
+when its socket closes, even if the worker was killed.
 """
 
 import asyncio
@@ -43,14 +44,15 @@ from headpond.event_loop.cancellation import run_to_completion
 from headpond.event_loop.offload import in_io_thread
 from headpond.processes.privacy import inherited_variables
 
-START_TIMEOUT_S = 600.0  # the package takes 5-15 s; a taskset may read a large data set
-# A cancelled rollout waits this long, well within GRACE_S, for its sandbox to be removed; the child continues after it.
+START_TIMEOUT_S = 600.0  # The package takes 5-15 s; a taskset may read a large data set.
+# A cancelled rollout waits this long for the removal of its sandbox, well within GRACE_S. The child
+# then continues alone.
 CANCEL_TIMEOUT_S = 10.0
-# HANG_TIMEOUT_S is waited for in this many parts, which must all time out: a worker that was suspended itself finds its
-# clock far ahead, and one timeout means nothing.
+# HANG_TIMEOUT_S is split into this many waits, and all must time out. A worker that was suspended
+# finds its clock far ahead: one timeout means nothing.
 HANG_CHECKS = 20
 SEE_STDERR = "see this process's stderr for its last output"
-REMOVED = " (deleted)"  # how the kernel marks a directory that is gone
+REMOVED = " (deleted)"  # The kernel's mark on a directory that was removed.
 
 
 class Connection(NamedTuple):
@@ -59,8 +61,8 @@ class Connection(NamedTuple):
 
 
 class VerifiersProcess:
-    """Created in a thread, because it waits until the package is loaded; used on one loop. Raises ConfigError if the
-    environment cannot be loaded."""
+    """A child process, created in a thread, because creation waits until the package is loaded.
+    Used on one loop. Raises ConfigError if the environment cannot be loaded."""
 
     def __init__(self, settings: Settings) -> None:
         directory = tempfile.mkdtemp(prefix="headpond-verifiers-")
@@ -69,13 +71,14 @@ class VerifiersProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", f"{__package__}.verifiers_child", str(child_socket.fileno())],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # environments print
+                stdout=2,  # Environments print.
                 pass_fds=[child_socket.fileno()],
                 env=inherited_variables(),
                 process_group=0,
             )
         self._shut_down = weakref.finalize(self, _shut_down, self._socket, self._process, directory)
-        self._shut_down.atexit = False  # the socket closes with this process, and no thread can be started then
+        # The socket closes with this process, and no thread can be started then.
+        self._shut_down.atexit = False
         self._numbers = itertools.count()
         self._pending: dict[int, asyncio.Future[EpisodeResult]] = {}
         self._connecting: asyncio.Task[Connection] | None = None
@@ -91,7 +94,7 @@ class VerifiersProcess:
         return self._shut_down.alive and self._process.poll() is None
 
     async def play(self, example: int, policy: AgentPolicy) -> EpisodeResult:
-        """Play one episode. If cancelled, it returns after the episode has been cleaned up."""
+        """Play one episode. A cancelled call returns after the episode has been cleaned up."""
         if self._connecting is None:
             self._connecting = asyncio.create_task(self._connect())
         writer, reading = await asyncio.shield(self._connecting)
@@ -112,7 +115,7 @@ class VerifiersProcess:
             del self._pending[number]
 
     async def close(self) -> None:
-        """Cancels episodes that are still played."""
+        """Cancel unfinished episodes and end the process."""
         if self._connecting is None:
             self._cleanup = self._shut_down()
             self._socket.close()
@@ -124,7 +127,8 @@ class VerifiersProcess:
             await in_io_thread(self._cleanup.join)
 
     def _load(self, settings: Settings) -> int:
-        """Send the settings, wait until the environment is loaded, and return its number of examples."""
+        """Send the settings, wait until the environment is loaded, and return its number of
+        examples."""
         self._socket.settimeout(START_TIMEOUT_S)
         try:
             self._socket.sendall(encode_line(settings))
@@ -209,8 +213,8 @@ def _shut_down(connection: socket.socket, process: "subprocess.Popen[bytes]", di
 
 
 def _clean_up(process: "subprocess.Popen[bytes]", directory: str) -> None:
-    """Wait for the process, which removes its sandboxes; then kill the programs and delete the files that are left if
-    it was killed or crashed."""
+    """Wait for the process, which removes its sandboxes. A killed or crashed process leaves
+    programs and files: remove them."""
     try:
         process.wait(SHUTDOWN_TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -221,17 +225,18 @@ def _clean_up(process: "subprocess.Popen[bytes]", directory: str) -> None:
 
 
 def kill_programs_in(directory: str) -> None:
-    """For a directory whose episodes have all ended."""
+    """Kill all programs in a directory whose episodes have ended."""
     _kill(lambda workdir: Path(workdir).is_relative_to(directory))
 
 
 def kill_programs_of_ended_episodes(directory: str) -> None:
-    """The package has removed the working directory of an episode that has ended."""
+    """Kill the programs in removed working directories: the package removes an episode's
+    directory at its end."""
     _kill(lambda workdir: workdir.endswith(REMOVED) and Path(workdir).is_relative_to(directory))
 
 
 def _kill(is_left_behind: Callable[[str], bool]) -> None:
     for link in Path("/proc").glob("[0-9]*/cwd"):
-        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+        with contextlib.suppress(OSError):  # The process has ended, or belongs to another user.
             if is_left_behind(str(link.readlink())):
                 os.kill(int(link.parent.name), signal.SIGKILL)

@@ -7,16 +7,18 @@ import msgspec
 
 HEARTBEAT_INTERVAL_S = 1.0
 HANG_TIMEOUT_S = 60.0
-"""Without a heartbeat for this long, the process is considered hung, usually in a reward that never returns."""
+"""A process without a heartbeat for this long is considered hung, usually in a reward that never
+returns."""
 MAX_LINE_BYTES = 1 << 20
 MAX_REASON_CHARACTERS = 4_000
 """Reasons are cut to this length: an engine's error may be a whole HTML page."""
 SHUTDOWN_TIMEOUT_S = 20.0
-"""Time for the process to remove its sandboxes after its connection closes: the package allows 10 s for each."""
+"""Time for the process to remove its sandboxes after its connection closes. The package allows
+10 s for each."""
 
 
 class Outcome(StrEnum):
-    """How an episode ended; the failures are those of `headpond.errors`."""
+    """How an episode ended. The failures are those of `headpond.errors`."""
 
     SCORED = "scored"
     POLICY = "policy"
@@ -32,7 +34,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     size: int | None
     config: dict[str, Any]
     directory: str | None = None
-    """for the files of episodes"""
+    """Directory for the files of episodes."""
 
 
 class EpisodeRequest(msgspec.Struct, frozen=True, kw_only=True, tag="episode_request"):
