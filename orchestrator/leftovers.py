@@ -133,12 +133,9 @@ class Finder:
         self._rollouts = sorted(self._store.names(ids.run_directory(run)))
         self._ledger = restore.read(config.ledger_path)
         self._ledger_path = config.ledger_path
-        self._delivered = int(self._ledger.meta.get("steps_delivered") or 0)
+        self._delivered = int(self._ledger.state.steps_delivered or 0)
         allowed = releasable(config.trainer, trainer_state(config))
-        self._released = {
-            counter: max(int(self._ledger.meta.get(counter) or 0), allowed.get(counter, 0))
-            for counter in queries.RELEASED
-        }
+        self._released = {kind: max(first, allowed.get(kind, 0)) for kind, first in self._ledger.state.released.items()}
         self._sealed = manifest_steps(self._store)
 
     def find(self) -> Iterator[Leftovers]:

@@ -32,7 +32,7 @@ from headpond.orchestrator.exchange.gates import Gates
 from headpond.orchestrator.exchange.redis_connection import Broker
 from headpond.orchestrator.exchange.reply_stream import AT_ONCE, ReplyStream
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.ledger.rows import START, BatchRecord
+from headpond.orchestrator.ledger.rows import BatchRecord
 from headpond.orchestrator.lock import RunLock
 from headpond.orchestrator.pipeline import Pipeline
 from headpond.orchestrator.planning.composer import Composer, Sealer
@@ -100,7 +100,7 @@ class Orchestrator:
 
         self.trainer = Trainer(config, ledger)
         self.gates = Gates()
-        self.attendance = Attendance(config, broker, first_sequence=ledger.number("sequence"))
+        self.attendance = Attendance(config, broker, first_sequence=ledger.state.sequence)
         self._watch_engine(engine_check)
         self.pipeline = Pipeline(
             config, run, ledger, self.gates, self.evaluations, batch_phase=batch_phase,
@@ -234,7 +234,7 @@ class Orchestrator:
 
     @property
     def done(self) -> bool:
-        return self.ledger.number("steps_delivered") >= self.config.steps or self.planner.out_of_data is not None
+        return self.ledger.state.steps_delivered >= self.config.steps or self.planner.out_of_data is not None
 
     def awaited_at_end(self) -> bool:
         return self.evaluations.awaited_at_end() or self.trainer.last_broadcast_awaited
@@ -269,7 +269,7 @@ class Orchestrator:
         crash_points.passed("encoded")
         await self.lock.check()
         try:
-            if not await self.sealer.seal(batch, ranks, start_version=self.ledger.number(START)):
+            if not await self.sealer.seal(batch, ranks, start_version=self.ledger.state.start_version):
                 return False
         except OtherPlan as error:
             self.composer.form_again(batch, f"{error}")

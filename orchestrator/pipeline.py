@@ -103,28 +103,27 @@ class Pipeline:
             self.causes.dropped(why or reason, number, rewards)
         self.draw.group_ended(group, reason)
         self._ledger.event(group.id, "dropped", reason)
-        self._ledger.increment("dropped_in_a_row")
+        self._ledger.state.dropped_in_a_row += 1
         self._ledger.enter(group, GroupState.CLOSED)
 
     def _admit(self, group: GroupRecord) -> None:
         """A step may be composed of it from now on."""
-        ledger, environment = self._ledger, group.environment
+        ledger, environment = self._ledger, self._ledger.state.environments[group.environment]
         for rollout in group.of(RolloutState.GENERATED):
             ledger.move(rollout, RolloutState.ADMITTED)
-            for counter in ("tokens_admitted", f"tokens_admitted:{environment}"):
-                ledger.increment(counter, rollout.result.completion_tokens if rollout.result else 0)
+            environment.tokens_admitted += rollout.result.completion_tokens if rollout.result else 0
         ledger.enter(group, GroupState.ADMITTED)
         self.draw.group_ended(group)
-        ledger.set("dropped_in_a_row", 0)
-        for counter in ("groups_admitted", f"groups_admitted:{environment}"):
-            ledger.increment(counter)
+        ledger.state.dropped_in_a_row = 0
+        ledger.state.groups_admitted += 1
+        environment.groups_admitted += 1
         self._explain(group)
 
     def _explain(self, group: GroupRecord) -> None:
         """Count what the group adds to the loss."""
         rollouts = group.of(RolloutState.ADMITTED)
         masked = sum(rollout.masked for rollout in rollouts)
-        matched = lambda name: self._ledger.number(f"matched:{name}")  # noqa: E731
+        matched = lambda name: self._ledger.state.filters[name].matched  # noqa: E731
         masked_by = masking(self._config.filters, matched, group=group.masked) if masked else ""
         equal = len({rollout.result.reward for rollout in rollouts if rollout.result}) == 1
         credited = any(rollout.advantage or (rollout.result and rollout.result.credit) for rollout in rollouts)

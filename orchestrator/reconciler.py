@@ -130,7 +130,7 @@ class Reconciler:
                     pipe.lindex(queue, -1)
                 return await pipe.execute()
 
-        last_sequence = self._ledger.number("sequence")
+        last_sequence = self._ledger.state.sequence
         queues = await self._broker.call(read)
         return Snapshot(
             leases=await read_leases(self._broker),
@@ -224,7 +224,7 @@ class Reconciler:
             observed.missing_s = 0.0
             observed.running_s += passed_s
             if observed.version is None:
-                observed.version = self._ledger.number("policy_version")
+                observed.version = self._ledger.state.policy_version
             stage = self._pipeline.stage_of(job)
             cancelled = stage.seen_running(job, observed.version)
             if not cancelled and observed.running_s > stage.timeout_s + GRACE_S + self._config.recovery.lease_s:

@@ -15,7 +15,7 @@ from headpond.config import RunConfig
 from headpond.config.run import Trainer as TrainerSettings
 from headpond.event_loop.offload import in_io_thread
 from headpond.ledger import queries, schema
-from headpond.ledger.queries import RELEASED
+from headpond.ledger.state_rows import RELEASED
 from headpond.ledger.states import UNGENERATED
 from headpond.orchestrator.duties.housekeeping import Reported, delete
 from headpond.orchestrator.ledger.evaluations import EvaluationRecord, is_open
@@ -47,8 +47,8 @@ class Releaser:
     @property
     def notes(self) -> list[str]:
         """What keeps many delivered steps in the store, although nothing waits for it."""
-        held_steps = self._ledger.number("steps_delivered") - 1 - self._trainer.last_released
-        held, because = self._ledger.number("delivered_bytes"), self._trainer.holds_because
+        held_steps = self._ledger.state.steps_delivered - 1 - self._trainer.last_released
+        held, because = self._ledger.state.delivered_bytes, self._trainer.holds_because
         if held_steps < HELD_STEPS or not held or because is None:
             return []
         return [f"the store keeps {held / 1e9:.1f} GB of delivered steps: {because}"]
@@ -61,15 +61,15 @@ class Releaser:
                 await in_io_thread(delete, self._store, unwanted)
             with self.releasing:
                 for counter, first_kept in releasable(self._settings, self._trainer.state).items():
-                    for step in range(self._ledger.number(counter), first_kept):
+                    for step in range(self._ledger.state.released[counter], first_kept):
                         await self._release(step, counter)
 
     async def _release(self, step: int, counter: str) -> None:
         """The ledger first: after a kill, the sweep finds the files that are left."""
         manifest = await in_io_thread(read_manifest, self._store, step)
         if manifest is not None:
-            self._ledger.increment("delivered_bytes", -sum(ref.size for ref in _blobs(manifest, counter)))
-        self._ledger.set(counter, step + 1)
+            self._ledger.state.delivered_bytes += -sum(ref.size for ref in _blobs(manifest, counter))
+        self._ledger.state.released |= {counter: step + 1}
         await self._ledger.committed()
         if manifest is not None:
             await in_io_thread(release_step, self._store, manifest, counter)
@@ -78,7 +78,7 @@ class Releaser:
 
 
 def releasable(settings: TrainerSettings, state: TrainerState) -> dict[str, int]:
-    """Counter of `queries.RELEASED` -> the first step whose files of that kind are kept."""
+    """Kind of `RELEASED` -> the first step whose files of that kind are kept."""
     until = last_released(settings, state)
     kept = {
         "experts_released": 0,
@@ -200,7 +200,7 @@ class Sweeper:
         removed = 0
         for first in range(0, len(rollouts), SWEPT_AT_ONCE):
             removed += await self._sweep_some(rollouts[first : first + SWEPT_AT_ONCE])
-        released, delivered = self._released, self._ledger.number("steps_delivered")
+        released, delivered = self._released, self._ledger.state.steps_delivered
         unreleased = released["columns_released"]
         await self._ledger.committed()
         # A kill or an error may have left files of a released step, and a late encoder may add one.
@@ -226,7 +226,7 @@ class Sweeper:
 
     @property
     def _released(self) -> dict[str, int]:
-        return {counter: self._ledger.number(counter) for counter in RELEASED}
+        return dict(self._ledger.state.released)
 
     def _sweep_rollouts(self, found: SomeRollouts, released: Mapping[str, int]) -> int:
         named = found.named

@@ -46,7 +46,7 @@ class Replies:
         error = reply.error or "the reply does not answer the job"
         match reply.outcome:
             case Outcome.DONE if result and reply.stage == stage.stage.name and stage.fits(job, result):
-                self._ledger.add_duration(stage.name, reply.duration_s)
+                self._ledger.state.stages[stage.name].settle(reply.duration_s)
                 self._ledger.end(job, JobState.SETTLED, result=result)
                 stage.settled(job, result, reply)
             case Outcome.RELEASED if newest:
@@ -94,7 +94,7 @@ class Replies:
 
     def _fence(self, reply: Reply) -> None:
         if reply.outcome is Outcome.DONE:
-            self._ledger.increment("fenced")
+            self._ledger.state.fenced += 1
         if stage := self._pipeline.stages.get(reply.stage):
             stage.fenced(reply)
 

@@ -136,7 +136,7 @@ class GroupStage(RunStage[R]):
         return inputs.key(self._run, job.subject)
 
     async def inputs(self, job: JobRecord) -> Content:
-        return group_inputs(self._ledger.groups[job.subject], self._ledger.number("policy_version"))
+        return group_inputs(self._ledger.groups[job.subject], self._ledger.state.policy_version)
 
     def names_all(self, job: JobRecord, rollouts: Iterable[str]) -> bool:
         """Whether `rollouts` are at least those of the group that are still in it."""

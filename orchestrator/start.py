@@ -76,7 +76,8 @@ async def _run(
     rebuild.rebuild_if_lost(config, lambda: _releasable(config))
     ledger = Ledger(config.ledger_path, keep_events_steps=config.trainer.keep_events_steps)
     try:
-        lock = RunLock(config.run_dir.resolve(), broker, run=run, epoch=ledger.increment("epoch"))
+        ledger.state.epoch += 1
+        lock = RunLock(config.run_dir.resolve(), broker, run=run, epoch=ledger.state.epoch)
         await lock.acquire()
         stop = StopRequests()
         stop.listen()  # before this there is nothing to finish, and Ctrl-C ends the process

@@ -15,10 +15,8 @@ from headpond.errors import BatchError, RunError
 from headpond.event_loop.offload import in_io_thread, to_its_end_in_io_thread
 from headpond.orchestrator.duties.housekeeping import Reported
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.ledger.rows import START
 
 AWAITED_S = 5.0  # a run waits less than this for its trainer at every step: not worth reporting
-PUBLISHED = "policy_published"  # key in the ledger
 RANKS_NAMED = 8  # of a trainer, in a cause
 HORIZON_STEPS = 64  # with max_steps_ahead = "unlimited": enough to fill any limit on rollouts in flight
 
@@ -67,32 +65,32 @@ class Trainer:
             self._apply(self._without_held_policy(await in_io_thread(self._read)))
 
     def _apply(self, state: TrainerState) -> None:
-        if state.policy and not self._ledger.number(PUBLISHED):
+        if state.policy and not self._ledger.state.policy_published:
             self._check_first(state.policy.version)
-        if state.policy and state.policy.version != self._ledger.number("policy_version"):
-            self._ledger.set("policy_version", state.policy.version)
-        if state.policy and not self._ledger.number(PUBLISHED):
-            self._ledger.set(PUBLISHED, 1)
+        if state.policy and state.policy.version != self._ledger.state.policy_version:
+            self._ledger.state.policy_version = state.policy.version
+        if state.policy and not self._ledger.state.policy_published:
+            self._ledger.state.policy_published = True
         if state.acked > self.state.acked:
             self._ledger.train(state.acked)
             if self.state.epoch or self.state.policy:  # seen before: a complete run that is started again does not wait
                 self._progress_s = time.monotonic()
         self.state = state
-        if self.may_seal(self._ledger.number("steps_delivered")):
+        if self.may_seal(self._ledger.state.steps_delivered):
             self._awaited_since = None
         else:
             self._awaited_since = self._awaited_since or time.monotonic()
 
     def _without_held_policy(self, state: TrainerState) -> TrainerState:
         """A newer version is taken when nothing needs the present weights any more."""
-        new = state.policy and state.policy.version != self._ledger.number("policy_version")
+        new = state.policy and state.policy.version != self._ledger.state.policy_version
         return replace(state, policy=self.state.policy) if new and self.holds_update() else state
 
     def _check_first(self, version: int) -> None:
         """A trainer may publish the weights that it begins with, under a lower number, before a step is composed. Later
         it has trained on what other weights sampled, and counts otherwise than the engine."""
-        start = self._ledger.number(START)
-        if version >= start or not (self._ledger.number("steps_delivered") or self._ledger.batches):
+        start = self._ledger.state.start_version
+        if version >= start or not (self._ledger.state.steps_delivered or self._ledger.batches):
             return
         raise RunError(
             f"the trainer's first publication is version {version}, and the run started with version {start}, which "
@@ -105,7 +103,7 @@ class Trainer:
     @property
     def published(self) -> bool:
         """Whether a trainer has published a version in this run."""
-        return bool(self._ledger.number(PUBLISHED)) or self.state.policy is not None
+        return self._ledger.state.policy_published or self.state.policy is not None
 
     @property
     def troubles(self) -> list[str]:
@@ -116,7 +114,7 @@ class Trainer:
         """Reported after AWAITED_S: the trainer is slow, or was not started."""
         if self._awaited_since is None or time.monotonic() - self._awaited_since < AWAITED_S:
             return None
-        step = self._ledger.number("steps_delivered") - 1
+        step = self._ledger.state.steps_delivered - 1
         behind = ", ".join(map(str, self.state.behind[:RANKS_NAMED]))
         who = f"{f'rank {behind} of ' if behind else ''}the trainer has not"
         then = "it is slow, paused or not running: look at its log"
@@ -136,7 +134,7 @@ class Trainer:
 
     @property
     def _untrained_steps(self) -> int:
-        return self._ledger.number("steps_delivered") - 1 - self.state.acked
+        return self._ledger.state.steps_delivered - 1 - self.state.acked
 
     @property
     def last_broadcast(self) -> str | None:
@@ -178,7 +176,7 @@ class Trainer:
 
     async def write_status(self, why: str, *, ended: bool = False) -> None:
         """`why` is what a waiting trainer raises when its time-out ends."""
-        status = RunStatus(why=why, ended=ended, last_step=self._ledger.number("steps_delivered") - 1)
+        status = RunStatus(why=why, ended=ended, last_step=self._ledger.state.steps_delivered - 1)
         if status == self._written:
             return
         with self._writing:

@@ -9,6 +9,7 @@ from headpond.ids import new_execution
 from headpond.ledger import queries
 from headpond.ledger.archive import DEAD, DELIVERED, DERIVED, FILTERED
 from headpond.ledger.schema import STATEMENTS, open_for_writing
+from headpond.ledger.state_rows import RunState
 
 ENVIRONMENT, REASON = 1, 2  # in `names`
 DROPPED_EVERY = 5  # a group of five is dropped, with one dead rollout in every tenth of these
@@ -36,7 +37,8 @@ INSERT INTO closed_rollouts
     800 + abs(random()) % 400000
 FROM made CROSS JOIN numbers ORDER BY position, n"""
 BATCHES = f"""
-INSERT INTO batches SELECT step, 1, 'trained', count(*) FROM closed_groups JOIN closed_rollouts ON grp = ordinal
+INSERT INTO batches (step, formation, state, rollouts)
+SELECT step, 1, 'trained', count(*) FROM closed_groups JOIN closed_rollouts ON grp = ordinal
 WHERE step IS NOT NULL AND state = {DELIVERED} GROUP BY step"""
 HISTORIES = """
 INSERT INTO histories (grp, step, content)
@@ -73,19 +75,20 @@ def _finish(connection: sqlite3.Connection, groups: int, group_size: int, untrai
     connection.execute(BATCHES)
     steps = connection.execute("SELECT count(*) FROM batches").fetchone()[0]
     connection.execute("UPDATE batches SET state = 'delivered' WHERE step >= ?", (steps - untrained,))
-    values = {
-        "groups_planned": groups,
-        "rollouts_planned": groups * group_size,
-        "rollouts_generated": groups * group_size,
-        "groups_admitted": groups - groups // DROPPED_EVERY,
-        "groups_dropped": groups // DROPPED_EVERY,
-        "steps_delivered": steps,
-        "policy_version": max(0, steps - untrained),
-        "examples:noop": 50_000,
-        "begun:noop": groups,
-        **dict.fromkeys(("experts_released", "columns_released", "jsonl_released"), max(0, steps - untrained)),
-    }
-    connection.executemany(STATEMENTS["meta"], values.items())
+    state = RunState(
+        groups_planned=groups,
+        rollouts_planned=groups * group_size,
+        rollouts_generated=groups * group_size,
+        groups_admitted=groups - groups // DROPPED_EVERY,
+        groups_dropped=groups // DROPPED_EVERY,
+        steps_delivered=steps,
+        policy_version=max(0, steps - untrained),
+    )
+    released = ("experts_released", "columns_released", "jsonl_released")
+    state.released |= dict.fromkeys(released, max(0, steps - untrained))
+    state.environments["noop"].examples = 50_000
+    state.environments["noop"].begun = groups
+    connection.executemany(STATEMENTS["state"], state.take_changes()[0])
     connection.execute(HISTORIES, (_history(group_size), KEPT_STEPS))
     connection.execute(EVENTS.format(first=1, last=min(KEPT_EVENTS, groups)))
     for kind, counts in zip(("state", "reason"), queries.counted(connection), strict=True):

@@ -19,8 +19,6 @@ from headpond.store import atomic
 
 FOLDER = "retry"
 """of a run directory: the requests that no orchestrator has taken yet"""
-RETRIED = "retried_group"
-"""in the ledger: dead rollouts of groups up to this ordinal have been put back"""
 CAUSES_SHOWN = 10
 EXAMPLES_MOST = 10_000  # of one request
 
@@ -28,7 +26,7 @@ EXAMPLES_MOST = 10_000  # of one request
 def dead(directory: Path) -> dict[str, Any]:
     """Causes with counts of the whole run; rollouts and examples as long as their histories are kept."""
     with schema.reading(run_json.ledger_path(directory)) as connection, queries.snapshot(connection):
-        values = queries.meta(connection)
+        state = queries.run_state(connection, "quarantined")
         rollouts = histories.dead_rollouts(connection)
         causes = queries.dead_jobs(connection, limit=CAUSES_SHOWN)
         number = queries.progress(connection)["rollouts"]["dead"]
@@ -38,8 +36,12 @@ def dead(directory: Path) -> dict[str, Any]:
         "dead": number,
         "causes": causes,
         "rollouts": rollouts,
-        "quarantined": _quarantined(values),
-        "put_back": max([values.get(RETRIED, 0), *_requested(directory)]),
+        "quarantined": [
+            {"environment": environment, "example": example, "error": row.error}
+            for environment, rows in sorted(state.quarantined.items())
+            for example, row in rows.items()
+        ],
+        "put_back": max([state.retried_group, *_requested(directory)]),
     }
 
 
@@ -55,15 +57,6 @@ def retry(directory: Path) -> dict[str, Any]:
     if examples:
         _write(directory, {"at": time.time(), "until": until, "examples": examples})
     return found | {"again": examples}
-
-
-def _quarantined(values: dict[str, Any]) -> list[dict[str, Any]]:
-    return [
-        {"environment": key.removeprefix("poison:"), "example": int(example), "error": error}
-        for key, text in sorted(values.items())
-        if key.startswith("poison:") and text
-        for example, error in orjson.loads(text).items()
-    ]
 
 
 def _ordinal(rollout: str) -> int:

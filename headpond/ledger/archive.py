@@ -101,6 +101,7 @@ SELECT closing.ordinal, idx,
 FROM temp.closing JOIN rollouts ON grp = closing.id
 LEFT JOIN (SELECT id, failures, losses FROM jobs) AS job ON job.id = grp || '-' || idx
 ORDER BY closing.ordinal, idx"""
+STEPS_DELIVERED = "(SELECT json_extract(content, '$.steps_delivered') FROM state WHERE kind = 'run')"
 ARCHIVE_HISTORIES = """
 INSERT INTO histories (grp, step, content)
 SELECT ordinal, coalesce((SELECT step FROM closed_groups WHERE ordinal = closing.ordinal), :step), json_object(
@@ -134,8 +135,8 @@ def archive(connection: sqlite3.Connection, *, at_most: int, now: float, history
         connection.execute(ARCHIVE_GROUPS, {"closed_at": int(now)})
         connection.execute(ARCHIVE_ROLLOUTS)
         if history:
-            row = connection.execute("SELECT value FROM meta WHERE key = 'steps_delivered'").fetchone()
-            connection.execute(ARCHIVE_HISTORIES, {"step": row[0] if row else 0})
+            step = connection.execute(f"SELECT coalesce({STEPS_DELIVERED}, 0)").fetchone()[0]
+            connection.execute(ARCHIVE_HISTORIES, {"step": step})
         connection.execute("DELETE FROM temp.closing")
         connection.execute(SELECT_CLOSING, (at_most,))
         for statement in FORGET:
@@ -149,7 +150,7 @@ def prune(connection: sqlite3.Connection, table: str, *, rows: int, steps: int, 
     return connection.execute(
         f"""DELETE FROM {table} WHERE id < (SELECT min(id) FROM {table}) + :at_most
         AND (id <= (SELECT max(id) FROM {table}) - :rows
-             OR step < (SELECT value FROM meta WHERE key = 'steps_delivered') - :steps)""",
+             OR step < {STEPS_DELIVERED} - :steps)""",
         {"at_most": at_most, "rows": rows, "steps": steps},
     ).rowcount
 

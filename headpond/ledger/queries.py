@@ -15,6 +15,7 @@ import orjson
 from headpond.errors import MalformedId
 from headpond.ids import COLUMNS_FILE, EXPERTS_FILE, GroupId, RolloutId
 from headpond.ledger import archive
+from headpond.ledger.state_rows import RunState
 from headpond.ledger.states import IN_FLIGHT, BatchState, JobState, RolloutState
 
 Row = tuple[Any, ...]
@@ -26,8 +27,6 @@ DIED = "died:"
 """before the kind of a dead job, in `counts`"""
 DEATHS_SHOWN = 3
 """most frequent causes of death in a status"""
-RELEASED = ("experts_released", "columns_released", "jsonl_released", "manifests_released")
-"""counters of steps whose files of one kind are released"""
 STRUCTURE_CHECKS = {
     "rollout {} belongs to no group": f"""
         SELECT {ROLLOUT} FROM rollouts LEFT JOIN groups ON grp = id WHERE id IS NULL""",
@@ -94,18 +93,23 @@ def balance(planned: int, states: Counter[RolloutState], reasons: Counter[str], 
 
 def progress(connection: sqlite3.Connection) -> dict[str, Any]:
     """The part of a run's status that the ledger holds: delivered steps, the balance, rollouts by state."""
-    values, states, reasons = meta(connection), rollouts_by_state(connection), rollouts_by_reason(connection)
+    state, states, reasons = run_state(connection), rollouts_by_state(connection), rollouts_by_reason(connection)
     return {
-        "step": values.get("steps_delivered", 0),
-        "rollouts": balance(values.get("rollouts_planned", 0), states, reasons, values.get("fenced", 0)),
+        "step": state.steps_delivered,
+        "rollouts": balance(state.rollouts_planned, states, reasons, state.fenced),
         "states": {state.value: states[state] for state in RolloutState if states[state]},
         "deaths": dead_jobs(connection, limit=DEATHS_SHOWN),
     }
 
 
-def meta(connection: sqlite3.Connection) -> dict[str, Any]:
-    """The counters and values of the whole run."""
-    return dict(connection.execute("SELECT key, value FROM meta").fetchall())
+def run_state(connection: sqlite3.Connection, *kinds: str) -> RunState:
+    """The counters and positions of the run, and the rows of `kinds`: attributes of `RunState`."""
+    query = f"SELECT * FROM state WHERE kind IN ('run', {', '.join('?' * len(kinds)) or 'NULL'}) ORDER BY rowid"
+    return RunState.of_rows(connection.execute(query, kinds))
+
+
+def whole_state(connection: sqlite3.Connection) -> RunState:
+    return RunState.of_rows(connection.execute("SELECT * FROM state ORDER BY rowid"))
 
 
 def rollouts_by_state(connection: sqlite3.Connection) -> Counter[RolloutState]:
@@ -165,9 +169,8 @@ def untrained_steps(connection: sqlite3.Connection) -> dict[int, int]:
 
 
 def released_steps(connection: sqlite3.Connection) -> dict[str, int]:
-    """Counter of RELEASED -> the first step whose files of that kind are still there."""
-    values = meta(connection)
-    return {counter: values.get(counter, 0) for counter in RELEASED}
+    """Kind of `RELEASED` -> the first step whose files of that kind are still there."""
+    return run_state(connection).released
 
 
 def dead_jobs(connection: sqlite3.Connection, *, limit: int) -> list[dict[str, Any]]:
@@ -253,7 +256,7 @@ def delivered_files(connection: sqlite3.Connection, run: str, groups: Collection
 
 def routed_experts_bytes(connection: sqlite3.Connection) -> int:
     """Bytes of routed experts that all settled rollouts wrote, those that were filtered later included."""
-    return meta(connection).get("experts_bytes", 0)
+    return run_state(connection).experts_bytes
 
 
 # open records: what a resumed orchestrator reads
@@ -278,9 +281,9 @@ def rollouts_of_open_groups(connection: sqlite3.Connection) -> Iterator[Row]:
     )
 
 
-def open_batches(connection: sqlite3.Connection) -> list[tuple[int, int]]:
-    """(step, formation) of the steps that are composed and not delivered."""
-    query = "SELECT step, formation FROM batches WHERE state = ? ORDER BY step"
+def open_batches(connection: sqlite3.Connection) -> list[Row]:
+    """(step, formation, advantages, estimator state, credit) of the steps that are composed and not delivered."""
+    query = "SELECT step, formation, advantages, estimator_state, credit FROM batches WHERE state = ? ORDER BY step"
     return connection.execute(query, (BatchState.COMPOSED,)).fetchall()
 
 

@@ -31,13 +31,17 @@ CREATE INDEX open_groups ON groups (ordinal) WHERE state != 'closed';
 CREATE INDEX unarchived_groups ON groups (ordinal) WHERE state = 'closed';
 CREATE INDEX open_jobs ON jobs (sequence) WHERE state IN ('waiting', 'submitted');
 """
+# `state`: the rows of headpond/ledger/state_rows.py, each as JSON. Its rowid keeps the order of writing.
 # `counts`: rollouts by state and by reason, dead jobs by kind and error, so that no start has to count rows.
 TABLES = f"""
-CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
+CREATE TABLE state (
+    kind TEXT, name TEXT, number INTEGER, content TEXT NOT NULL, PRIMARY KEY (kind, name, number)
+);
 CREATE TABLE counts (kind TEXT, name TEXT, number INTEGER NOT NULL, PRIMARY KEY (kind, name)) WITHOUT ROWID;
 {HOT_TABLES}
 CREATE TABLE batches (
-    step INTEGER PRIMARY KEY, formation INTEGER NOT NULL, state TEXT NOT NULL, rollouts INTEGER NOT NULL
+    step INTEGER PRIMARY KEY, formation INTEGER NOT NULL, state TEXT NOT NULL, rollouts INTEGER NOT NULL,
+    advantages TEXT, estimator_state TEXT, credit TEXT
 );
 CREATE TABLE events (
     id INTEGER PRIMARY KEY, at REAL NOT NULL, step INTEGER NOT NULL, subject TEXT NOT NULL, action TEXT NOT NULL,
@@ -60,8 +64,9 @@ STATEMENTS = {
     "rollouts": "INSERT OR REPLACE INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
     "groups": "INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?)",
     "jobs": "INSERT OR REPLACE INTO jobs VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-    "batches": "INSERT OR REPLACE INTO batches VALUES (?, ?, ?, ?)",
-    "meta": "INSERT OR REPLACE INTO meta VALUES (?, ?)",
+    "batches": "INSERT OR REPLACE INTO batches VALUES (?, ?, ?, ?, ?, ?, ?)",
+    "state": "INSERT OR REPLACE INTO state VALUES (?, ?, ?, ?)",
+    "forgotten_state": "DELETE FROM state WHERE kind = ? AND name = ? AND number = ?",
     "counts": "INSERT OR REPLACE INTO counts VALUES (?, ?, ?)",
     "forgotten_jobs": "DELETE FROM jobs WHERE id = ?",
     "dissolved": "UPDATE rollouts SET state = 'admitted', step = NULL WHERE grp = ? AND state = 'batched'",

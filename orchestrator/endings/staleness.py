@@ -3,7 +3,7 @@
 from headpond.config import RunConfig
 from headpond.filters import Mode, is_stale
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.ledger.rows import START, RolloutRecord
+from headpond.orchestrator.ledger.rows import RolloutRecord
 
 
 class Staleness:
@@ -16,13 +16,13 @@ class Staleness:
         """Whether a rollout whose lowest version is `version_first` is dropped now. Only mode "drop" drops, and
         `trainer.max_steps_ahead = 0`, which leaves nothing of an older version; and a trainer whose first weights have
         a lower number than those that the engine had."""
-        if not self._ledger.number("steps_delivered"):
-            start = self._ledger.number(START)
-            if self._ledger.number("policy_version") < start <= version_first:
+        if not self._ledger.state.steps_delivered:
+            start = self._ledger.state.start_version
+            if self._ledger.state.policy_version < start <= version_first:
                 return True
         return (self._strict or self._rule.mode is Mode.DROP) and is_stale(
             version_first=version_first,
-            version_now=self._ledger.number("policy_version"),
+            version_now=self._ledger.state.policy_version,
             max_off_policy_steps=0 if self._strict else self._rule.max_off_policy_steps,
         )
 

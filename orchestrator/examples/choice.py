@@ -1,37 +1,28 @@
-"""Which example the next group of an environment plays, and when its examples are used up. The state is in the ledger:
-
-    begun:NAME       groups that have begun; with `uniform`, the position in the environment's order
-    order:NAME       the order of the present epoch
-    drawn:NAME       with another sampler: examples drawn in advance, JSON; `taken:NAME` of them have begun
-    ended:NAME       1 when its sampler has drawn nothing
+"""Which example the next group of an environment plays, and when its examples are used up.
 
 Samplers run on compute workers, as jobs (`orchestrator/stages/draw.py`): no code of a user runs on this loop.
 """
 
 import math
 
-import orjson
-
 from headpond.config import RunConfig
 from headpond.data import UNIFORM, Order, example_at
 from headpond.errors import RunError
 from headpond.orchestrator.examples.poison import Poison
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.ledger.rows import Value
 
 
 class Examples:
     def __init__(self, config: RunConfig, ledger: Ledger) -> None:
         self._config = config
-        self._ledger = ledger
+        self._state = ledger.state
         self.sampled = [name for name in config.environments if not self.is_uniform(name)]
         """environments whose examples a sampler draws"""
         self.poison = Poison(config, ledger)
-        self._parsed: dict[str, tuple[Value, list[int]]] = {}
 
     def size(self, name: str) -> int:
         """0 until the environment has been surveyed."""
-        return self._ledger.number(f"examples:{name}")
+        return self._state.environments[name].examples or 0
 
     def ready(self, name: str) -> float:
         """Groups that may begin now."""
@@ -39,7 +30,7 @@ class Examples:
         return self.poison.again(name) + min(self.left(name), drawn)
 
     def used_up(self, name: str) -> bool:
-        ended = bool(self._ledger.number(f"ended:{name}")) and not self.ready(name)
+        ended = self._state.environments[name].data_ended and not self.ready(name)
         return self.size(name) > 0 and (ended or not self.left(name)) and not self.poison.again(name)
 
     def take(self, name: str) -> int | None:
@@ -57,17 +48,19 @@ class Examples:
         )
 
     def _take_next(self, name: str) -> int:
-        number = self._ledger.increment(f"begun:{name}") - 1
+        environment = self._state.environments[name]
+        number = environment.begun
+        environment.begun += 1
         if not self.is_uniform(name):
             example = self.drawn(name)[0]
-            self._ledger.increment(f"taken:{name}")
+            environment.drawn_begun += 1
             return example
         order = self._order(name, begins=number % self.size(name) == 0)
         return example_at(number, size=self.size(name), order=order, seed=self._config.seed, name=name)
 
     def left(self, name: str) -> float:
         epochs = self._config.environments[name].epochs
-        return math.inf if epochs is None else max(0, epochs * self.size(name) - self._ledger.number(f"begun:{name}"))
+        return math.inf if epochs is None else max(0, epochs * self.size(name) - self._state.environments[name].begun)
 
     def is_uniform(self, name: str) -> bool:
         return self._config.environments[name].sampler == UNIFORM
@@ -75,13 +68,11 @@ class Examples:
     def _order(self, name: str, *, begins: bool) -> Order:
         """An epoch keeps the order that it began with, so that no example is skipped or played twice. One that began
         with another sampler goes on in order."""
+        environment = self._state.environments[name]
         if begins:
-            self._ledger.set(f"order:{name}", self._config.environments[name].order)
-        return "shuffled" if self._ledger.meta.get(f"order:{name}") == "shuffled" else "in_order"
+            environment.order = self._config.environments[name].order
+        return "shuffled" if environment.order == "shuffled" else "in_order"
 
     def drawn(self, name: str) -> list[int]:
-        text, (known, drawn) = self._ledger.meta.get(f"drawn:{name}"), self._parsed.get(name, (None, []))
-        if text is not known:  # parsed once: 1,024 examples take 0.1 ms
-            drawn = orjson.loads(str(text)) if text else []
-            self._parsed[name] = text, drawn
-        return drawn[self._ledger.number(f"taken:{name}") :]
+        """Examples that wait for a group."""
+        return self._state.samplers[name].drawn[self._state.environments[name].drawn_begun :]

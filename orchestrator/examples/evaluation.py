@@ -28,11 +28,9 @@ logger = logging.getLogger("headpond.evaluation")
 
 EVALUATION, EVALUATION_SCORE = EVALUATION_STAGES
 AT_ONCE = 32  # rollouts that begin between two waits of the loop
-UNREPORTED = "evaluations_unreported"
-"""key in the ledger: JSON, name -> values of the evaluations that ended since the last step"""
 COUNTED = (PlayState.EVALUATED, PlayState.DEAD, PlayState.CANCELLED)
-COUNTS = {state: f"evaluation_rollouts_{state}" for state in COUNTED}
-PLANNED, FINISHED = "evaluation_rollouts_planned", "evaluations_finished"
+PLANNED = "planned"
+"""beside COUNTED, in `RunState.evaluation_rollouts`"""
 
 
 class Evaluations:
@@ -43,7 +41,7 @@ class Evaluations:
         self._ledger = ledger
         self._ending_since: float | None = None
         self._update_since: float | None = None
-        self._served_version = served_version or (lambda: ledger.number("policy_version"))
+        self._served_version = served_version or (lambda: ledger.state.policy_version)
 
     def resume(self) -> None:
         """Cancel the open ones that are no longer configured."""
@@ -64,18 +62,19 @@ class Evaluations:
         return next((record for record in self._ledger.evaluations.values() if record.name == name), None)
 
     def _begin_if_due(self, name: str, settings: EvaluationSettings) -> EvaluationRecord | None:
-        size, version = self._ledger.number(f"examples:{name}"), self._served_version()
+        size, version = self._ledger.state.environments[name].examples, self._served_version()
+        position = self._ledger.state.evaluated[name]
         if not size:  # not surveyed yet
             return None
-        last = self._ledger.meta.get(f"evaluated:{name}")
-        before = self._ledger.number(f"evaluated:{name}")
-        due = settings.at_start if last is None else version // settings.every > before // settings.every
-        if last is None or due or version < before:  # a trainer that resumes publishes older versions again
-            self._ledger.set(f"evaluated:{name}", version)
+        before = position.version or 0
+        due = settings.at_start if position.version is None else version // settings.every > before // settings.every
+        if position.version is None or due or version < before:  # a trainer that resumes publishes older versions again
+            position.version = version
         if not due:
             return None
+        self._ledger.state.evaluations += 1
         record = EvaluationRecord(
-            number=self._ledger.increment("evaluations"),
+            number=self._ledger.state.evaluations,
             name=name,
             version=version,
             examples=size if settings.examples == "all" else min(settings.examples, size),
@@ -99,7 +98,7 @@ class Evaluations:
             )
             job = ids.evaluation_rollout(record.number, index)
             self._ledger.add_job(job, EVALUATION, str(record.number))
-            self._ledger.increment(PLANNED)
+            self._count(PLANNED)
             record.begun += 1
         return room > AT_ONCE
 
@@ -107,7 +106,7 @@ class Evaluations:
 
     def settle(self, job: JobRecord, result: RolloutResult) -> None:
         record, index = self._record(job), ids.RolloutId.parse(job.id).number
-        if not self._ledger.number(f"scores_groups:{record.name}"):
+        if not self._ledger.state.environments[record.name].scores_groups:
             self._evaluated(record, index, result)
             return
         record.unscored[index] = result
@@ -137,7 +136,7 @@ class Evaluations:
             group=job.id,
             environment=record.name,
             example=_example(job),
-            policy_version=self._ledger.number("policy_version"),
+            policy_version=self._ledger.state.policy_version,
             members=[GroupMember(rollout=id, result=record.unscored[index]) for id, index in members],
         )
 
@@ -189,17 +188,18 @@ class Evaluations:
             "evaluation_rollouts",
             EvaluationRollout(evaluation=record.number, index=index, state=state, result=result),
         )
-        self._ledger.increment(COUNTS[state])
+        self._count(state.value)
         if record.begun == record.size and not record.open:
             self._finish(record)
 
     def _finish(self, record: EvaluationRecord) -> None:
         found = values(record, now=time.time())
-        record.finished = self._ledger.increment(FINISHED)
-        record.result = orjson.dumps({"evaluation": record.finished, "name": record.name, **found}).decode()
-        self._ledger.set(f"evaluation:{record.name}", record.result)
-        unreported = orjson.loads(str(self._ledger.meta.get(UNREPORTED) or "{}"))
-        self._ledger.set(UNREPORTED, orjson.dumps(unreported | {record.name: found}).decode())
+        self._ledger.state.evaluations_finished += 1
+        record.finished = self._ledger.state.evaluations_finished
+        position = self._ledger.state.evaluated[record.name]
+        position.last = {"evaluation": record.finished, "name": record.name, **found}
+        position.unreported = found
+        record.result = orjson.dumps(position.last).decode()
         self._end(record, EvaluationState.DONE)
         logger.info("action=evaluated name=%s %s", record.name, " ".join(f"{k}={v:g}" for k, v in found.items()))
 
@@ -208,6 +208,10 @@ class Evaluations:
         self._ledger.keep("evaluations", record)
         self._ledger.keep("closed_evaluations", ClosedEvaluation(number=record.number))
         self._ledger.evaluations.pop(record.number)
+
+    def _count(self, state: str) -> None:
+        numbers = self._ledger.state.evaluation_rollouts
+        self._ledger.state.evaluation_rollouts = numbers | {state: numbers.get(state, 0) + 1}
 
     # what the end of a run and an update of the weights wait for
 
@@ -250,7 +254,7 @@ class Evaluations:
                 "evaluation_rollouts",
                 EvaluationRollout(evaluation=record.number, index=index, state=PlayState.CANCELLED),
             )
-            self._ledger.increment(COUNTS[PlayState.CANCELLED])
+            self._count(PlayState.CANCELLED.value)
         record.open.clear()
         self._end(record, EvaluationState.CANCELLED)
 
@@ -261,23 +265,23 @@ class Evaluations:
         flight."""
         if not self._settings:
             return {}
-        number = self._ledger.number
-        counts = {state.value: number(key) for state, key in COUNTS.items()}
+        numbers = self._ledger.state.evaluation_rollouts
+        planned, counts = numbers.get(PLANNED, 0), {state.value: numbers.get(state.value, 0) for state in COUNTED}
         in_flight = sum(len(record.open) for record in self._ledger.evaluations.values())
         return {
             "rollouts": {
-                "planned": number(PLANNED),
+                "planned": planned,
                 **counts,
                 "in_flight": in_flight,
-                "balanced": number(PLANNED) == sum(counts.values()) + in_flight,
+                "balanced": planned == sum(counts.values()) + in_flight,
             },
             "names": {name: self._status_of(name) for name in self._settings},
         }
 
     def _status_of(self, name: str) -> dict[str, Any]:
-        record, last = self._open(name), self._ledger.meta.get(f"evaluation:{name}")
+        record = self._open(name)
         return {
-            "last": orjson.loads(str(last)) if last else None,
+            "last": self._ledger.state.evaluated[name].last,
             "running": {"version": record.version, "settled": record.begun - len(record.open), "of": record.size}
             if record
             else None,
@@ -292,7 +296,9 @@ def _example(job: JobRecord) -> int:
 def unreported(ledger: Ledger) -> dict[str, float]:
     """Values of the evaluations that ended since the last step, for its line in metrics.jsonl. Call in the transaction
     that delivers the step: the next line does not have them."""
-    found: dict[str, dict[str, float]] = orjson.loads(str(ledger.meta.get(UNREPORTED) or "{}"))
-    if found:
-        ledger.set(UNREPORTED, None)
-    return {f"evaluation/{name}/{key}": value for name, values in found.items() for key, value in values.items()}
+    found: dict[str, float] = {}
+    for name, position in ledger.state.evaluated.items():
+        found |= {f"evaluation/{name}/{key}": value for key, value in (position.unreported or {}).items()}
+        if position.unreported:
+            position.unreported = None
+    return found

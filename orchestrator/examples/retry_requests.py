@@ -8,7 +8,7 @@ import orjson
 
 from headpond.config import RunConfig
 from headpond.event_loop.offload import in_io_thread
-from headpond.inspection.dead import FOLDER, RETRIED
+from headpond.inspection.dead import FOLDER
 from headpond.orchestrator.duties.housekeeping import Reported
 from headpond.orchestrator.examples.poison import Poison
 from headpond.orchestrator.ledger.ledger import Ledger
@@ -53,9 +53,9 @@ class RetryRequests:
 
     def _apply(self, request: dict[str, Any]) -> None:
         for name, examples in request["examples"].items():
-            size = self._ledger.number(f"examples:{name}")
             if name in self._environments:
+                size = self._ledger.state.environments[name].examples or 0
                 known = [example for example in examples if isinstance(example, int) and 0 <= example < size]
                 self._poison.play_again(name, known)
                 logger.info("action=played_again environment=%s examples=%d", name, len(known))
-        self._ledger.set(RETRIED, max(self._ledger.number(RETRIED), request["until"]))
+        self._ledger.state.retried_group = max(self._ledger.state.retried_group, request["until"])

@@ -33,7 +33,7 @@ class ReplyStream:
 
     @property
     def position(self) -> str:
-        return str(self._ledger.meta.get("position", START))
+        return self._ledger.state.position
 
     async def read(self) -> list[Entry]:
         """The next entries, or none after a second. The caller accepts and applies each, commits, then calls `trim`."""
@@ -50,7 +50,7 @@ class ReplyStream:
         """The entry's reply, if it is of this run. The position advances in the transaction that applies it."""
         id, fields = entry
         if not self._restarted:
-            self._ledger.set("position", id.decode())
+            self._ledger.state.position = id.decode()
         return self._parse(id, fields)
 
     async def newest(self) -> str:
@@ -62,7 +62,7 @@ class ReplyStream:
         newest = await self._broker.call(self._last_id)
         if _order(newest) < _order(position):
             logger.warning("action=replies_from_start stream=%s position=%s", self._stream, position)
-            self._ledger.set("position", START)
+            self._ledger.state.position = START
             self._restarted = True
         return newest
 
@@ -79,7 +79,7 @@ class ReplyStream:
 
     async def delete(self) -> None:
         await self._broker.call(lambda client: client.delete(self._stream))
-        self._ledger.set("position", START)
+        self._ledger.state.position = START
 
     def _parse(self, id: bytes, fields: dict[bytes, bytes]) -> Reply | None:
         """Replies are not authenticated: every process that reaches Redis can add one. None may name files that its
@@ -95,7 +95,7 @@ class ReplyStream:
         if not reply.names_own_files:
             logger.error("action=reply_refused id=%s job=%s: it names files of another job", id.decode(), reply.job)
             self._ledger.event(id.decode(), "reply_refused", f"job {reply.job} by {reply.worker}"[:MOST_CHARACTERS])
-            self._ledger.increment("replies_refused")
+            self._ledger.state.replies_refused += 1
             return None
         return reply
 

@@ -13,26 +13,20 @@ from itertools import count
 from pathlib import Path
 from typing import Literal
 
-import orjson
-
 from headpond.errors import shortened
 from headpond.ids import GroupId, RolloutId, execution_of
+from headpond.ledger.state_rows import RunState
 from headpond.ledger.states import FINISHED, UNGENERATED, BatchState, GroupState, JobState, RolloutState, check
 from headpond.orchestrator.ledger import restore
 from headpond.orchestrator.ledger.counts import Counts
 from headpond.orchestrator.ledger.evaluations import AnyRecord, EvaluationRecord
 from headpond.orchestrator.ledger.rows import (
-    ADVANTAGES,
-    ESTIMATOR_STATE,
-    OPEN_CREDIT,
-    OPEN_STATES,
     BatchRecord,
     GroupRecord,
     JobRecord,
     RolloutRecord,
     Row,
     Unit,
-    Value,
 )
 from headpond.orchestrator.ledger.writer import KEEP_EVENTS_STEPS, Writer
 from headpond.records.rollout import RolloutResult
@@ -60,7 +54,8 @@ class Ledger:
         """(queue, state) -> jobs in `jobs`"""
         self.batches: dict[int, BatchRecord] = restored.batches
         """batches that are not delivered"""
-        self.meta: dict[str, Value] = restored.meta
+        self.state: RunState = restored.state
+        """counters and positions"""
         self.waiting: dict[str, JobRecord] = {id: job for id, job in self.jobs.items() if job.state is JobState.WAITING}
         """jobs to be submitted"""
         self.states: Counter[RolloutState] = restored.states
@@ -80,7 +75,6 @@ class Ledger:
         self.unwanted_blobs: list[str] = []
         """keys of blobs to delete after the next commit"""
         self._changed: dict[int, tuple[str, AnyRecord]] = {}
-        self._changed_meta: set[str] = set()
         self._events: list[Row] = []
         self._last_commit: asyncio.Future[None] | None = None
 
@@ -88,38 +82,17 @@ class Ledger:
     def ungenerated(self) -> int:
         return sum(self.states[state] for state in UNGENERATED)
 
-    def number(self, key: str) -> int:
-        value = self.meta.get(key, 0)
-        assert isinstance(value, int)
-        return value
-
-    def increment(self, key: str, by: int = 1) -> int:
-        self.set(key, self.number(key) + by)
-        return self.number(key)
-
-    def set(self, key: str, value: Value) -> None:
-        self.meta[key] = value
-        self._changed_meta.add(key)
-
-    def add_duration(self, stage: str, seconds: float) -> None:
-        """Duration of an execution that settled a job; the longest one is kept until the next step is delivered."""
-        self.increment(f"settled:{stage}")
-        self.set(f"seconds:{stage}", self.seconds(f"seconds:{stage}") + seconds)
-        self.set(f"longest:{stage}", max(self.seconds(f"longest:{stage}"), seconds))
-
-    def seconds(self, key: str) -> float:
-        return float(self.meta.get(key) or 0.0)
-
     def event(self, subject: str, action: str, detail: str = "") -> None:
-        self._events.append((time.time(), self.number("steps_delivered"), subject, action, detail))
+        self._events.append((time.time(), self.state.steps_delivered, subject, action, detail))
 
     # groups and rollouts
 
     def plan(self, *, environment: str, example: int, size: int) -> GroupRecord:
-        ordinal = self.increment("groups_planned")
+        self.state.groups_planned += 1
+        ordinal = self.state.groups_planned
         group = GroupRecord(id=str(GroupId(ordinal)), ordinal=ordinal, environment=environment, example=example)
         group.rollouts = [RolloutRecord(group=group.id, index=index) for index in range(size)]
-        self.increment("rollouts_planned", size)
+        self.state.rollouts_planned += size
         self.states[RolloutState.PLANNED] += size
         self.groups[group.id] = self._groups_in[group.state][group.id] = group
         self._count([group], 1)
@@ -161,12 +134,12 @@ class Ledger:
         rollout.attempt, rollout.execution, rollout.duration_s = attempt, execution, duration_s
         rollout.generated_at = time.time()
         rollout.result = result
-        self.increment("rollouts_generated")
-        self.increment("tokens_generated", result.completion_tokens)
+        self.state.rollouts_generated += 1
+        self.state.tokens_generated += result.completion_tokens
         self.move(rollout, RolloutState.GENERATED)
-        self.increment("open_bytes", result.stored_bytes)
+        self.state.open_bytes += result.stored_bytes
         if result.experts:
-            self.increment("experts_bytes", result.experts.size)
+            self.state.experts_bytes += result.experts.size
 
     def score(self, rollout: RolloutRecord, reward: float, rewards: Mapping[str, float] | None = None) -> None:
         """`rewards` are named parts of the reward; without any, those of the rollout stay."""
@@ -199,7 +172,7 @@ class Ledger:
         """Its blobs will not be read again."""
         if rollout.result:
             self.unwanted_blobs += rollout.result.keys
-            self.increment("open_bytes", -rollout.result.stored_bytes)
+            self.state.open_bytes -= rollout.result.stored_bytes
 
     def groups_in(self, *states: str) -> list[GroupRecord]:
         """Open groups in these states, in no order: costs what it returns, not what is open."""
@@ -208,7 +181,7 @@ class Ledger:
     def enter(self, group: GroupRecord, state: str) -> None:
         self._enter_all([group], state)
         if state == GroupState.CLOSED and not group.of(RolloutState.DELIVERED):
-            self.increment("groups_dropped")
+            self.state.groups_dropped += 1
 
     def _enter_all(self, groups: list[GroupRecord], state: str) -> None:
         """For groups of one state. Those that become or were admitted have admitted rollouts at this time."""
@@ -263,7 +236,8 @@ class Ledger:
     def submit(self, job: JobRecord) -> None:
         """Begin the next attempt. Commit before its message is published."""
         job.attempt += 1
-        job.sequence = self.increment("sequence")
+        self.state.sequence += 1
+        job.sequence = self.state.sequence
         self._set_state(job, JobState.SUBMITTED)
         self.waiting.pop(job.id)
         self._touch("jobs", job)
@@ -303,7 +277,8 @@ class Ledger:
 
     def compose(self, step: int, groups: list[GroupRecord], *, final: bool = True) -> BatchRecord:
         """`final`: the groups' values are the advantages; else a batch phase computes these from them."""
-        batch = self.batches[step] = BatchRecord(step=step, formation=self.increment("formation"), groups=groups)
+        self.state.formation += 1
+        batch = self.batches[step] = BatchRecord(step=step, formation=self.state.formation, groups=groups)
         self._touch("batches", batch)
         admitted = [rollout for group in groups for rollout in group.of(RolloutState.ADMITTED)]
         if final:
@@ -330,15 +305,7 @@ class Ledger:
         batch.advantages, batch.estimator_state, batch.credit = dict(final), state, credit
         if phase := self.jobs.get(batch.batch_phase_id):
             self._forget_job(phase)
-        self._keep_advantages()
-
-    def _keep_advantages(self) -> None:
-        """Store the advantages of all open steps in `meta`: 4,096 rollouts take 135 kB and 0.2 ms."""
-        self.set(ADVANTAGES, orjson.dumps({str(step): b.advantages for step, b in self.batches.items()}).decode())
-        for key, name in ((OPEN_STATES, "estimator_state"), (OPEN_CREDIT, "credit")):
-            kept = {str(step): value for step, b in self.batches.items() if (value := getattr(b, name)) is not None}
-            if kept or self.meta.get(key):
-                self.set(key, orjson.dumps(kept).decode() if kept else None)
+        self._touch("batches", batch)
 
     def dissolve(self, batch: BatchRecord) -> None:
         """Return its rollouts to admitted: the step will be formed again."""
@@ -357,18 +324,17 @@ class Ledger:
         final = batch.advantages
         others = [rollout for rollout in rollouts if final.get(rollout.id, rollout.advantage) != rollout.advantage]
         self._advantages += [(final[rollout.id], rollout.group, rollout.index) for rollout in others]
-        self.increment("open_bytes", -batch.stored_bytes)
-        self.increment("delivered_bytes", batch.stored_bytes)
+        self.state.open_bytes -= batch.stored_bytes
+        self.state.delivered_bytes += batch.stored_bytes
         self._move_all(rollouts, RolloutState.DELIVERED, batch.step, old=RolloutState.BATCHED)
         self._delivered += [(group.id,) for group in batch.groups]
         self._enter_all(batch.groups, GroupState.CLOSED)
-        for key in [key for key in self.meta if key.startswith("longest:")]:
-            self.set(key, 0.0)
-        self.set("steps_delivered", batch.step + 1)
+        for stage in self.state.stages.values():
+            stage.longest_s = 0.0
         if batch.estimator_state is not None:
-            self.set(ESTIMATOR_STATE, batch.estimator_state)
-        self.set("formation", 0)
-        self.set("failed_formations", 0)
+            self.state.last_step.estimator_state = batch.estimator_state
+        self.state.steps_delivered = batch.step + 1
+        self.state.formation = self.state.failed_formations = 0
         self._forget(batch)
 
     def train(self, acked: int) -> None:
@@ -381,7 +347,6 @@ class Ledger:
 
     def _forget(self, batch: BatchRecord) -> None:
         self.batches.pop(batch.step)
-        self._keep_advantages()
         for job in list(self.jobs_of(batch)):
             if job.state is not JobState.SETTLED:
                 self.end(job, JobState.CANCELLED)
@@ -422,14 +387,13 @@ class Ledger:
         changes: dict[str, list[Row]] = {}
         for table, record in self._changed.values():
             changes.setdefault(table, []).append(record.row())
-        if self._changed_meta:
-            changes["meta"] = [(key, self.meta[key]) for key in self._changed_meta]
-        if self._events:
-            changes["events"] = self._events
-        if counts := self._counts.changed():
-            changes["counts"] = counts
+        state, forgotten_state = self.state.take_changes()
         # In this order, because a step may be dissolved and composed again between two commits.
-        steps = {
+        rows = {
+            "state": state,
+            "forgotten_state": forgotten_state,
+            "events": self._events,
+            "counts": self._counts.changed(),
             "forgotten_jobs": self._forgotten_jobs,
             "dissolved": self._dissolved,
             "batched": self._batched,
@@ -437,10 +401,10 @@ class Ledger:
             "delivered": self._delivered,
             "trained": self._trained,
         }
-        changes |= {name: rows for name, rows in steps.items() if rows}
+        changes |= {name: some for name, some in rows.items() if some}
         if not changes:
             return
-        self._changed, self._changed_meta, self._events, self._trained = {}, set(), [], []
+        self._changed, self._events, self._trained = {}, [], []
         self._dissolved, self._batched, self._delivered = [], [], []
         self._forgotten_jobs, self._advantages = [], []
         self._last_commit = self._writer.commit(changes)

@@ -15,9 +15,10 @@ from headpond.config import RunConfig
 from headpond.ids import ROLLOUTS_FOLDER, GroupId, execution_of
 from headpond.ledger.archive import archive
 from headpond.ledger.schema import STATEMENTS, open_for_writing
+from headpond.ledger.state_rows import RunState
 from headpond.ledger.states import BatchState, GroupState, RolloutState
 from headpond.orchestrator.ledger.audit import files_of
-from headpond.orchestrator.ledger.rows import ESTIMATOR_STATE, BatchRecord, GroupRecord, RolloutRecord, Row
+from headpond.orchestrator.ledger.rows import BatchRecord, GroupRecord, RolloutRecord, Row
 from headpond.records.rollout import RolloutResult
 from headpond.store import Store, atomic, open_store
 
@@ -28,7 +29,7 @@ LOST = "ledger_lost"
 RESULT = 6  # column of a rollout's result
 
 Releasable = Mapping[str, int]
-"""counter of `queries.RELEASED` -> the first step whose files of that kind the trainer may still read"""
+"""kind of `RELEASED` -> the first step whose files of that kind the trainer may still read"""
 
 
 def rebuild_if_lost(config: RunConfig, releasable: Callable[[], Releasable] = dict[str, int]) -> None:
@@ -99,17 +100,17 @@ def _fill(connection: sqlite3.Connection, manifests: Iterator[Manifest], group_s
         archive(connection, at_most=len(environments), now=time.time(), history=False)
         released.add(manifest)
     # The ordinals of open groups are unknown: leave room, so that no id is used twice.
-    counters = {
-        "rollouts_planned": states.total(),
-        "groups_planned": last_ordinal + 1_000_000,
-        "evaluations": 1_000_000,  # for the same reason
-        "draws": 1_000_000,
-        "steps_delivered": step + 1,
-        "delivered_bytes": released.held_bytes,
-        **released.counters,
-        ESTIMATOR_STATE: estimator_state,
-    }
-    connection.executemany(STATEMENTS["meta"], counters.items())
+    state = RunState(
+        rollouts_planned=states.total(),
+        groups_planned=last_ordinal + 1_000_000,
+        evaluations=1_000_000,  # for the same reason
+        draws=1_000_000,
+        steps_delivered=step + 1,
+        delivered_bytes=released.held_bytes,
+    )
+    state.released |= released.counters
+    state.last_step.estimator_state = estimator_state
+    connection.executemany(STATEMENTS["state"], state.take_changes()[0])
     connection.executemany(STATEMENTS["counts"], [("state", state, number) for state, number in states.items()])
     connection.execute(STATEMENTS["counts"], ("reason", LOST, states[RolloutState.FILTERED]))
     connection.execute("COMMIT")

@@ -8,7 +8,7 @@ from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.replica_use import URL_CHARACTERS, ReplicaUse
 
 TOKENS, SECONDS, LOST = "replica_tokens:", "replica_s:", "replica_lost:"
-"""Prefixes of keys in the ledger; a replica's URL follows."""
+"""Prefixes of counters; a replica's URL follows."""
 OTHER = "other"
 """Counts replicas that a host reaches by a URL of its own (`engine.urls` may differ), so that names cannot fill the
 ledger."""
@@ -17,31 +17,32 @@ MEASURED_TOKENS = 1_000  # of a replica, before its rate is compared: some ten c
 
 class ReplicaCosts:
     def __init__(self, config: RunConfig, ledger: Ledger) -> None:
-        self._ledger = ledger
+        self._replicas = ledger.state.replicas
         self._urls = config.engine.urls
 
     def count(self, uses: Mapping[str, ReplicaUse]) -> None:
         known = {url[:URL_CHARACTERS]: url for url in self._urls}
         for name, use in uses.items():
-            url = known.get(name, OTHER)
-            self._ledger.increment(TOKENS + url, use.tokens)
-            self._ledger.set(SECONDS + url, self._ledger.seconds(SECONDS + url) + use.seconds)
-            if use.lost_tokens:
-                self._ledger.increment(LOST + url, use.lost_tokens)
+            replica = self._replicas[known.get(name, OTHER)]
+            replica.tokens += use.tokens
+            replica.seconds += use.seconds
+            replica.lost_tokens += use.lost_tokens
 
     def status(self) -> dict[str, dict[str, Any]]:
         """By replica, since the run began."""
-        tokens = {url: float(self._ledger.number(TOKENS + url)) for url in self._urls}
-        seconds = {url: self._ledger.seconds(SECONDS + url) for url in self._urls}
-        slow = slow_tokens(tokens, seconds)
+        replicas = {url: self._replicas[url] for url in self._urls}
+        slow = slow_tokens(
+            {url: replica.tokens for url, replica in replicas.items()},
+            {url: replica.seconds for url, replica in replicas.items()},
+        )
         return {
             url: {
-                "tokens": int(tokens[url]),
-                "tokens_per_s": round(tokens[url] / seconds[url], 1) if seconds[url] else 0.0,
-                "lost_tokens": self._ledger.number(LOST + url),
+                "tokens": replica.tokens,
+                "tokens_per_s": round(replica.tokens / replica.seconds, 1) if replica.seconds else 0.0,
+                "lost_tokens": replica.lost_tokens,
                 "slow_tokens": slow[url],
             }
-            for url in self._urls
+            for url, replica in replicas.items()
         }
 
 

@@ -10,17 +10,14 @@ import orjson
 from headpond.ids import EncodeJobId
 from headpond.ledger import queries, schema
 from headpond.ledger.archive import execution_text
+from headpond.ledger.state_rows import RunState
 from headpond.ledger.states import GroupState, JobState, RolloutState
 from headpond.orchestrator.ledger.evaluations import EvaluationRecord, read_open
 from headpond.orchestrator.ledger.rows import (
-    ADVANTAGES,
-    OPEN_CREDIT,
-    OPEN_STATES,
     BatchRecord,
     GroupRecord,
     JobRecord,
     RolloutRecord,
-    Value,
 )
 from headpond.records.rollout import RolloutResult
 from headpond.tasks.stage import Subject, all_stages
@@ -33,7 +30,7 @@ class Restored:
     groups: dict[str, GroupRecord] = field(default_factory=dict[str, GroupRecord])
     jobs: dict[str, JobRecord] = field(default_factory=dict[str, JobRecord])
     batches: dict[int, BatchRecord] = field(default_factory=dict[int, BatchRecord])
-    meta: dict[str, Value] = field(default_factory=dict[str, Value])
+    state: RunState = field(default_factory=RunState)
     states: Counter[RolloutState] = field(default_factory=Counter[RolloutState])
     reasons: Counter[str] = field(default_factory=Counter[str])
     deaths: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
@@ -49,13 +46,12 @@ def read(path: Path) -> Restored:
         if not queries.has_tables(connection):
             return Restored()
         groups = _groups(connection)
-        meta = queries.meta(connection)
-        batches = _batches(connection, groups, meta)
+        batches = _batches(connection, groups)
         return Restored(
             groups=groups,
             jobs=_jobs(connection, batches),
             batches=batches,
-            meta=meta,
+            state=queries.whole_state(connection),
             states=queries.rollouts_by_state(connection),
             reasons=queries.rollouts_by_reason(connection),
             deaths=queries.deaths(connection),
@@ -91,20 +87,16 @@ def _groups(connection: sqlite3.Connection) -> dict[str, GroupRecord]:
     return groups
 
 
-def _batches(
-    connection: sqlite3.Connection, groups: dict[str, GroupRecord], meta: dict[str, Value]
-) -> dict[int, BatchRecord]:
-    kept = (ADVANTAGES, OPEN_STATES, OPEN_CREDIT)
-    advantages, states, credit = (orjson.loads(str(meta.get(key) or "{}")) for key in kept)
+def _batches(connection: sqlite3.Connection, groups: dict[str, GroupRecord]) -> dict[int, BatchRecord]:
     batches = {
         step: BatchRecord(
             step=step,
             formation=formation,
-            advantages=advantages.get(str(step), {}),
-            estimator_state=states.get(str(step)),
-            credit=credit.get(str(step)),
+            advantages=orjson.loads(advantages or "{}"),
+            estimator_state=estimator_state,
+            credit=credit,
         )
-        for step, formation in queries.open_batches(connection)
+        for step, formation, advantages, estimator_state, credit in queries.open_batches(connection)
     }
     for group in groups.values():
         if group.state == GroupState.BATCHED:

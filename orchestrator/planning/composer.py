@@ -32,8 +32,6 @@ from headpond.store import open_store
 logger = logging.getLogger("headpond.composer")
 
 CHECKED_AT_ONCE = 128  # groups to check for staleness: about 1 ms
-COMPOSED_STEP, COMPOSED_VERSION = "composed_step", "composed_version"
-"""keys in the ledger: the newest composed step, and the policy version then"""
 
 
 class Composer:
@@ -47,7 +45,7 @@ class Composer:
 
     def compose(self) -> BatchRecord | None:
         """Compose the next step if enough is admitted, and add the jobs that follow, in one transaction."""
-        step = self._ledger.number("steps_delivered")
+        step = self._ledger.state.steps_delivered
         if self._ledger.batches or step >= self._config.steps or not self._trainer.may_seal(step):
             return None
         self._check(self._unchecked())
@@ -55,15 +53,15 @@ class Composer:
         if groups is None:
             return None
         batch = self._ledger.compose(step, groups, final=not self._pipeline.has_batch_phase)
-        self._ledger.set(COMPOSED_STEP, step)
-        self._ledger.set(COMPOSED_VERSION, self._ledger.number("policy_version"))
+        self._ledger.state.composed_step = step
+        self._ledger.state.composed_version = self._ledger.state.policy_version
         self._pipeline.begin(batch)
         return batch
 
     def resume(self) -> None:
         """Begin a new count of failed formations, and form an open step again whose batch phase has failed or
         was cancelled."""
-        self._ledger.set("failed_formations", 0)
+        self._ledger.state.failed_formations = 0
         for batch in list(self._ledger.batches.values()):
             job = self._ledger.jobs.get(batch.batch_phase_id)
             if not batch.advantages and (job is None or job.state is JobState.DEAD):
@@ -101,7 +99,8 @@ class Composer:
 
     def _count_formation(self, batch: BatchRecord, error: str | None) -> None:
         self.form_again(batch, error or "an encoding job died")
-        failed = self._ledger.increment("failed_formations")
+        self._ledger.state.failed_formations += 1
+        failed = self._ledger.state.failed_formations
         if failed >= self._config.recovery.max_formations:
             raise RunError(
                 f"step {batch.step} could not be encoded in {failed} formations, the last error: "
@@ -130,12 +129,12 @@ class Composer:
 
     def _unchecked(self) -> list[GroupRecord]:
         """Admitted groups that were not checked against the policy version: each is checked once per version."""
-        version = self._ledger.number("policy_version")
+        version = self._ledger.state.policy_version
         return [group for group in self._ledger.groups_in(GroupState.ADMITTED) if group.checked_version != version]
 
     def _check(self, groups: Iterable[GroupRecord]) -> None:
         for group in groups:
-            group.checked_version = self._ledger.number("policy_version")
+            group.checked_version = self._ledger.state.policy_version
             self._drop_from(group, "stale", self._staleness.drops_rollout)
 
     def _drop_from(self, group: GroupRecord, reason: str, drops: Callable[[RolloutRecord], bool]) -> None:

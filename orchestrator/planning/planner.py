@@ -37,7 +37,7 @@ class Planner:
 
     def resume(self) -> None:
         """Begin a new count of dropped groups: the settings may have been corrected."""
-        self._ledger.set("dropped_in_a_row", 0)
+        self._ledger.state.dropped_in_a_row = 0
         self._pipeline.draw.resume()
 
     def plan(self) -> bool:
@@ -65,7 +65,7 @@ class Planner:
     @property
     def out_of_data(self) -> str | None:
         """What to say when every environment has played its epochs and what is left does not fill a step."""
-        step, left = self._ledger.number("steps_delivered"), leftover(self._config, self._ledger, self._examples)
+        step, left = self._ledger.state.steps_delivered, leftover(self._config, self._ledger, self._examples)
         if len(left) < len(self._config.environments) or self._ledger.batches or step >= self._config.steps:
             return None
         if sum(left.values()) >= self._config.batch.size:
@@ -88,7 +88,7 @@ class Planner:
 
     @property
     def _stored_gb(self) -> float:
-        return (self._ledger.number("open_bytes") + self._ledger.number("delivered_bytes")) / 1e9
+        return (self._ledger.state.open_bytes + self._ledger.state.delivered_bytes) / 1e9
 
     @property
     def _store_is_full(self) -> bool:
@@ -96,7 +96,7 @@ class Planner:
 
     def _missing(self) -> Counter[str]:
         """environment -> groups to begin, for the surveyed environments."""
-        first = self._ledger.number("steps_delivered") + len(self._ledger.batches)
+        first = self._ledger.state.steps_delivered + len(self._ledger.batches)
         steps = range(first, min(self._config.steps, self._trainer.plannable_steps(first), self._storable_steps(first)))
         needed, left = Counter[str](), leftover(self._config, self._ledger, self._examples)
         for step in steps:
@@ -104,7 +104,7 @@ class Planner:
                 parts = quotas(self._config, step, left)
                 needed.update(parts)
                 left = {name: number - parts[name] for name, number in left.items()}
-        known = [name for name in needed if self._ledger.meta.get(f"examples:{name}")]
+        known = [name for name in needed if self._ledger.state.environments[name].examples]
         oversample, open_groups = self._config.rollouts.oversample, self._open_groups()
         wanted = {name: oversample * self._in_groups(name, needed[name]) - open_groups[name] for name in known}
         most = {name: min(groups, self._examples.ready(name)) for name, groups in wanted.items()}
@@ -119,8 +119,8 @@ class Planner:
     @property
     def _trainer_holds_blobs(self) -> bool:
         """Not those of `trainer.keep_steps`, which only later steps release."""
-        unreleased = self._trainer.last_released < self._ledger.number("steps_delivered") - 1
-        return unreleased and self._ledger.number("delivered_bytes") > 0
+        unreleased = self._trainer.last_released < self._ledger.state.steps_delivered - 1
+        return unreleased and self._ledger.state.delivered_bytes > 0
 
     def _open_groups(self) -> dict[str, float]:
         """environment -> open groups. Admitted ones may be partial and count by their quantity."""
@@ -134,11 +134,11 @@ class Planner:
         return groups if groups is not None else self._config.rollouts.max_in_flight
 
     def groups_per_step(self) -> float:
-        step = self._ledger.number("steps_delivered")
+        step = self._ledger.state.steps_delivered
         return sum(self._in_groups(name, quota) for name, quota in quotas(self._config, step).items())
 
     def _stop_if_everything_is_dropped(self) -> None:
-        dropped = self._ledger.number("dropped_in_a_row")
+        dropped = self._ledger.state.dropped_in_a_row
         if dropped and dropped >= self._config.batch.max_empty_batches * self.groups_per_step():
             raise RunError(
                 f"stopped after {dropped} groups without a usable rollout. {self._pipeline.causes.explain()}"

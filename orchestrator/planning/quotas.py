@@ -72,5 +72,6 @@ def in_groups(config: RunConfig, ledger: Ledger, environment: str, amount: float
         case "rollouts":
             return amount / config.rollouts.group_size
         case "tokens":
-            groups, tokens = (ledger.number(f"{kind}_admitted:{environment}") for kind in ("groups", "tokens"))
+            state = ledger.state.environments[environment]
+            groups, tokens = state.groups_admitted, state.tokens_admitted
             return amount * groups / tokens if tokens else None if amount else 0

@@ -12,7 +12,6 @@ from headpond.event_loop.offload import to_its_end_in_io_thread
 from headpond.ledger import schema
 from headpond.ledger.evaluations import results_after
 from headpond.orchestrator.duties.housekeeping import Reported
-from headpond.orchestrator.examples.evaluation import FINISHED
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.reporting.metrics import last_line
 
@@ -34,7 +33,7 @@ class EvaluationsFile:
         if self._path.exists():
             with self._path.open("rb") as file:
                 last, _ = last_line(file, "evaluation")
-            self._ledger.set(FINISHED, max(last, self._ledger.number(FINISHED)))
+            self._ledger.state.evaluations_finished = max(last, self._ledger.state.evaluations_finished)
 
     async def run(self) -> None:
         while True:
@@ -43,7 +42,7 @@ class EvaluationsFile:
 
     async def write(self) -> None:
         """Lines wait in the ledger while the file cannot be written; the run continues."""
-        if self._written >= self._ledger.number(FINISHED):
+        if self._written >= self._ledger.state.evaluations_finished:
             return
         with self.writing:
             self._written = await to_its_end_in_io_thread(_complete, self._path, self._ledger_path)

@@ -40,10 +40,6 @@ UNWRITTEN_MOST = (
 POLICY_FAILED_MOST = 0.5  # of a step's rollouts: from there on it is noted
 RETRY_S = 1.0
 LAG_POLL_S = 2.0
-UNWRITTEN, COUNTED = "metrics_unwritten", "metrics_counted"
-"""keys in the ledger: lines that the file may not have yet, and the counters at the last step"""
-COUNTERS = ("solved_", "played", "matched:", "settled:", "seconds:", TOKENS, SECONDS, LOST)
-"""prefixes of the ledger's keys that are counters"""
 
 
 class LagPoller:
@@ -74,9 +70,9 @@ class Metrics:
         """of the last delivered step"""
         self._policy_failed: str | None = None
         """a rollout of that step, if it is noted and was delivered by this process"""
-        for line in str(ledger.meta.get(UNWRITTEN) or "").splitlines():
-            self.last = orjson.loads(line)
-            self._unwritten[int(self.last["step"])] = line
+        for step, row in ledger.state.metrics_lines.items():
+            self.last = orjson.loads(row.line)
+            self._unwritten[int(step)] = row.line
         self._delivered_at = self._composed_at = time.monotonic()
         self._prepared: tuple[BatchRecord, int, step_metrics.Values] | None = None
         """(step, policy version, values of its rollouts), computed before the step's delivery"""
@@ -100,16 +96,16 @@ class Metrics:
 
     async def prepare(self, batch: BatchRecord) -> None:
         """Compute what depends on the rollouts of `batch` in a thread: 8 ms for 2,048 of them."""
-        version = self._ledger.number("policy_version")
+        version = self._ledger.state.policy_version
         values = await in_io_thread(_of_rollouts, batch, version)
         self._prepared = batch, version, values
 
     def measure(self, batch: BatchRecord, ranks: Sequence[EncodedRank]) -> None:
         """Call in the transaction that delivers `batch`, before it is delivered."""
-        counted = orjson.loads(str(self._ledger.meta.get(COUNTED) or "{}"))
+        last_step, lines = self._ledger.state.last_step, self._ledger.state.metrics_lines
         of_rollouts = self._of_rollouts(batch)
         totals = counters(self._ledger) | {"delivered": _delivered(self._ledger) + int(of_rollouts["rollouts"])}
-        since = {key: value - counted.get(key, 0) for key, value in totals.items()}
+        since = {key: value - last_step.counted.get(key, 0) for key, value in totals.items()}
         self.last = {
             "step": batch.step,
             "time": int(time.time()),
@@ -123,23 +119,23 @@ class Metrics:
         self._unwritten[batch.step] = dumps(self.last)
         if len(self._unwritten) > UNWRITTEN_MOST:
             self._unwritten.pop(min(self._unwritten))
-        self._ledger.set(UNWRITTEN, "\n".join(self._unwritten.values()))
-        self._ledger.set(COUNTED, orjson.dumps(totals).decode())
+        lines[str(batch.step)].line = self._unwritten[batch.step]
+        for step in [step for step in lines if int(step) not in self._unwritten]:
+            lines.pop(step).delete()
+        last_step.counted = totals
         self._changed.set()
 
     def _of_rollouts(self, batch: BatchRecord) -> step_metrics.Values:
         prepared, version, values = self._prepared or (None, 0, {})
         if prepared is not batch:
-            version = self._ledger.number("policy_version")
+            version = self._ledger.state.policy_version
             values = _of_rollouts(batch, version)
         self._prepared = None
         return {"policy_version": version, **values}
 
     def _of(self, batch: BatchRecord, ranks: Sequence[EncodedRank], since: Mapping[str, float]) -> step_metrics.Values:
-        ledger, now = self._ledger, time.monotonic()
-        longest_s = {
-            key.removeprefix("longest:"): ledger.seconds(key) for key in ledger.meta if key.startswith("longest:")
-        }
+        longest_s = {name: stage.longest_s for name, stage in self._ledger.state.stages.items()}
+        now = time.monotonic()
         step_s, self._delivered_at = now - self._delivered_at, now
         return {
             **step_metrics.of_ranks(ranks),
@@ -157,7 +153,7 @@ class Metrics:
 
     async def write(self) -> bool:
         """False when the file cannot be written: the lines wait, the run continues."""
-        lines, delivered = dict(self._unwritten), self._ledger.number("steps_delivered")
+        lines, delivered = dict(self._unwritten), self._ledger.state.steps_delivered
         with self.writing:
             await in_io_thread(self._file.complete, lines, delivered=delivered)
             self._unwritten = {step: line for step, line in self._unwritten.items() if step >= delivered}
@@ -241,18 +237,26 @@ def dumps(values: Mapping[str, float]) -> str:
 
 def counters(ledger: Ledger) -> dict[str, float]:
     """Totals since the run began."""
-    counts = {
-        "planned": ledger.number("rollouts_planned"),
-        "generated": ledger.number("rollouts_generated"),
+    state = ledger.state
+    counts: dict[str, float] = {
+        "planned": state.rollouts_planned,
+        "generated": state.rollouts_generated,
         "delivered": _delivered(ledger),
         "dead": ledger.states[RolloutState.DEAD],
-        "fenced": ledger.number("fenced"),
-        "replies_refused": ledger.number("replies_refused"),
-        "groups_dropped": ledger.number("groups_dropped"),
-        "tokens_generated": ledger.number("tokens_generated"),
+        "fenced": state.fenced,
+        "replies_refused": state.replies_refused,
+        "groups_dropped": state.groups_dropped,
+        "tokens_generated": state.tokens_generated,
         **{f"filtered:{reason}": number for reason, number in ledger.reasons.items()},
     }
-    return counts | {key: ledger.seconds(key) for key in ledger.meta if key.startswith(COUNTERS)}
+    for name, environment in state.environments.items():
+        counts |= {f"played:{name}": environment.played, f"played_reward:{name}": environment.played_reward}
+        counts |= {f"solved_{how}:{name}": number for how, number in environment.solved.items()}
+    for name, stage in state.stages.items():
+        counts |= {f"settled:{name}": stage.settled, f"seconds:{name}": stage.seconds}
+    for url, replica in state.replicas.items():
+        counts |= {TOKENS + url: replica.tokens, SECONDS + url: replica.seconds, LOST + url: replica.lost_tokens}
+    return counts | {f"matched:{name}": each.matched for name, each in state.filters.items()}
 
 
 def _delivered(ledger: Ledger) -> int:

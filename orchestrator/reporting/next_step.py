@@ -36,7 +36,7 @@ class NextStep:
 
     def status(self) -> dict[str, Any]:
         """`waits_for`: what it needs next: `trainer`, `encoding`, or `groups`."""
-        step, batch = self._ledger.number("steps_delivered"), next(iter(self._ledger.batches.values()), None)
+        step, batch = self._ledger.state.steps_delivered, next(iter(self._ledger.batches.values()), None)
         result = {"step": step, "of": self._config.steps, "admitted": self._admitted(), "groups": [], "jobs": []}
         if batch is not None:
             jobs = self._ledger.jobs_of(batch)

@@ -64,7 +64,7 @@ class RunCollector(Collector):
             "headpond_policy_version", "Newest policy version that the trainer published.", status["policy_version"]
         )
         yield GaugeMetricFamily("headpond_steps_wanted", "Steps after which the run ends.", self._steps)
-        yield CounterMetricFamily("headpond_steps", "Delivered steps.", self._ledger.number("steps_delivered"))
+        yield CounterMetricFamily("headpond_steps", "Delivered steps.", self._ledger.state.steps_delivered)
         yield from _rollouts(self._ledger.states, counts)
         yield from _jobs(status, counts)
         yield from _rates(status)

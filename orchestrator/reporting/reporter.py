@@ -92,8 +92,8 @@ class Reporter:
         logged_at = time.monotonic()
         while True:
             self._watch_queues()
-            number = self._ledger.number
-            self._generated.append((time.monotonic(), number("rollouts_generated"), number("tokens_generated")))
+            state = self._ledger.state
+            self._generated.append((time.monotonic(), state.rollouts_generated, state.tokens_generated))
             await self.write()
             if time.monotonic() - logged_at > LINE_EVERY_S:
                 logged_at = time.monotonic()
@@ -112,7 +112,7 @@ class Reporter:
 
     def status(self, *, stopped_by: str | None = None) -> dict[str, Any]:
         sources, ledger, snapshot = self._sources, self._ledger, self._sources.snapshot()
-        planned, fenced = ledger.number("rollouts_planned"), ledger.number("fenced")
+        planned, fenced = ledger.state.rollouts_planned, ledger.state.fenced
         return {
             "run": sources.run,
             "phase": sources.phase(),
@@ -121,11 +121,11 @@ class Reporter:
             "at": time.time(),
             "http": sources.http_url,
             "running_s": round(time.monotonic() - self._started, 1),
-            "step": ledger.number("steps_delivered"),
+            "step": ledger.state.steps_delivered,
             "steps": sources.config.steps,
-            "policy_version": ledger.number("policy_version"),
+            "policy_version": ledger.state.policy_version,
             "rollouts": balance(planned, ledger.states, ledger.reasons, fenced),
-            "replies_refused": ledger.number("replies_refused"),
+            "replies_refused": ledger.state.replies_refused,
             "states": {state.value: ledger.states[state] for state in RolloutState if ledger.states[state]},
             **self._rates(),
             **self._open_jobs(),
@@ -134,7 +134,7 @@ class Reporter:
             "excluded_workers": sources.excluded(),
             "silent_workers": sources.silent(),
             "replicas": sources.replicas(),
-            "stored_bytes": ledger.number("open_bytes") + ledger.number("delivered_bytes"),
+            "stored_bytes": ledger.state.open_bytes + ledger.state.delivered_bytes,
             "waiting_for": self.waiting_for(),
             "losses": sources.losses(),
             "next_step": sources.next_step(),

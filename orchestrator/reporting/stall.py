@@ -39,6 +39,6 @@ class StallWatch:
             )
 
     def _progress(self) -> tuple[int, ...]:
-        number = self._ledger.number
+        state = self._ledger.state
         evaluated = sum(evaluation.begun - len(evaluation.open) for evaluation in self._ledger.evaluations.values())
-        return number("groups_admitted"), number("steps_delivered"), self._trainer.state.acked, evaluated
+        return state.groups_admitted, state.steps_delivered, self._trainer.state.acked, evaluated

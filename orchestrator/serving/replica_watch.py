@@ -22,17 +22,12 @@ from headpond.engines.replicas.control import (
 )
 from headpond.errors import RunError
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.ledger.rows import START
-from headpond.orchestrator.planning.composer import COMPOSED_STEP, COMPOSED_VERSION
 from headpond.orchestrator.trainer import Trainer
 from headpond.tasks.stages.play import ABANDONED_LIMIT
 
 logger = logging.getLogger("headpond.replicas")
 
 JUDGE_S = 0.25
-ABANDONED = "abandoned_versions"  # key in the ledger: numbers with commas
-LEAST, REPORTED = "least_version", "version_reported"
-"""keys in the ledger: the oldest weights that may serve, and whether a replica ever reported a published version"""
 PUBLISH = {
     "trainer": "load the weights into it and name them (vLLM: POST /update_weight_version)",
     "headpond": "the run loads the weights into it again until that succeeds",
@@ -57,8 +52,7 @@ class AbandonedWeights:
     @property
     def versions(self) -> tuple[int, ...]:
         """A replica that names one of them may serve no job that is submitted now."""
-        text = str(self._ledger.meta.get(ABANDONED) or "")
-        return tuple(map(int, text.split(","))) if text else ()
+        return tuple(self._ledger.state.abandoned_versions)
 
     def returned_to(self, version: int, *, from_version: int) -> None:
         """The trainer has published `version` after the higher `from_version`."""
@@ -70,7 +64,7 @@ class AbandonedWeights:
         self._held = {url: label.text for url, label in held.items()}
         self._unasked = {replica.url for replica in self._replicas if not replica.answers}
         numbers = {from_version, *(label.version for label in held.values())}
-        self._set(sorted(numbers)[-ABANDONED_LIMIT:])
+        self._ledger.state.abandoned_versions = sorted(numbers)[-ABANDONED_LIMIT:]
 
     def judge(self, version: int) -> None:
         """Look at the replicas again; `version` is the published one."""
@@ -86,14 +80,11 @@ class AbandonedWeights:
             self._unasked.discard(replica.url)
         # A replica that never answers does not keep others from a number that is published again.
         if not self._held and (not self._unasked or version in versions):
-            self._set([])
+            self._ledger.state.abandoned_versions = []
 
     def held_by(self, replica: Replica) -> str | None:
         """What the replica calls its abandoned weights."""
         return self._held.get(replica.url)
-
-    def _set(self, versions: Sequence[int]) -> None:
-        self._ledger.set(ABANDONED, ",".join(map(str, versions)))
 
 
 class ReplicaWatch:
@@ -103,7 +94,7 @@ class ReplicaWatch:
         self._run = run
         self._ledger = ledger
         self._trainer = trainer
-        self._version = ledger.number("policy_version")
+        self._version = ledger.state.policy_version
         self._published_at = time.monotonic()
         """since when this process knows `_version`"""
         self._refused: dict[str, str] = {}
@@ -131,22 +122,22 @@ class ReplicaWatch:
         """Decide anew which replicas may serve. RunError if none can be used at all."""
         self._refuse_other_runs()
         self._take_start_version()
-        version = self._ledger.number("policy_version")
+        version = self._ledger.state.policy_version
         if version != self._version:
             if version < self._version:
                 self.abandoned.returned_to(version, from_version=self._version)
             self._version, self._published_at = version, now
-            self._ledger.set(LEAST, min(version, self._ledger.number(LEAST)))
+            self._ledger.state.least_version = min(version, self._ledger.state.least_version)
         self.abandoned.judge(version)
         late = now - self._published_at > self._settings.weight_update_timeout_s
         answering = [replica for replica in self.all if replica.answers]
         current = [replica for replica in answering if self._has(replica, version)]
-        if version > START_VERSION and current and not self._ledger.number(REPORTED):
-            self._ledger.set(REPORTED, 1)
-        if late and answering and not self._ledger.number(REPORTED) and version > START_VERSION:
+        if version > START_VERSION and current and not self._ledger.state.version_reported:
+            self._ledger.state.version_reported = True
+        if late and answering and not self._ledger.state.version_reported and version > START_VERSION:
             self._stop_without_versions(answering[0])
-        if answering and self._ledger.number(LEAST) < version and (late or len(current) == len(answering)):
-            self._ledger.set(LEAST, version)
+        if answering and self._ledger.state.least_version < version and (late or len(current) == len(answering)):
+            self._ledger.state.least_version = version
         self._tell_refused(now)
 
     @property
@@ -154,26 +145,26 @@ class ReplicaWatch:
         """Of the weights that may serve a job that is submitted now."""
         if not self.reported:
             return START_VERSION
-        return self._ledger.number("policy_version" if self._strict else LEAST)
+        return self._ledger.state.policy_version if self._strict else self._ledger.state.least_version
 
     @property
     def served_version(self) -> int:
         """The newest version that every replica has, as far as replicas say."""
         if not self.reported or not any(replica.answers for replica in self.all):
-            return self._ledger.number("policy_version")
-        return self._ledger.number(LEAST)
+            return self._ledger.state.policy_version
+        return self._ledger.state.least_version
 
     def may_begin(self, step: int) -> bool:
         """Whether rollouts of `step` may begin. With `max_steps_ahead = 0`, every replica that serves must have the
         version that the step before was trained into."""
         if not self._strict:
             return True
-        first = self._ledger.number("steps_delivered") + len(self._ledger.batches)
+        first = self._ledger.state.steps_delivered + len(self._ledger.batches)
         return step <= first and self._awaited(step) is None
 
     @property
     def troubles(self) -> list[str]:
-        awaited = self._awaited(self._ledger.number("steps_delivered")) if self._strict else None
+        awaited = self._awaited(self._ledger.state.steps_delivered) if self._strict else None
         routers = [
             f"{replica.url} is a router: several servers answer there, with different versions. Name the servers "
             "themselves in engine.urls; until then versions are not exact"
@@ -185,7 +176,7 @@ class ReplicaWatch:
     @property
     def notes(self) -> list[str]:
         """About weights that were in the engine before this run."""
-        if not (start := self._ledger.number(START)) or self._trainer.published:
+        if not (start := self._ledger.state.start_version) or self._trainer.published:
             return []
         note = (
             f"the engine has weights that are called by a number, so the run starts with version {start}. A trainer "
@@ -221,8 +212,8 @@ class ReplicaWatch:
 
     def _awaited(self, step: int) -> str | None:
         """What rollouts of `step` wait for."""
-        version = self._ledger.number("policy_version")
-        if self._ledger.number(COMPOSED_STEP) < step and version <= self._ledger.number(COMPOSED_VERSION):
+        version = self._ledger.state.policy_version
+        if self._ledger.state.composed_step < step and version <= self._ledger.state.composed_version:
             if step == 0:
                 return None
             return f"step {step} begins when the trainer has published version {step} (trainer.max_steps_ahead = 0)"
@@ -257,18 +248,18 @@ class ReplicaWatch:
             return False
         if label.unfit or self._settings.weight_update == "headpond":
             return label.unfit in (None, LOADING)
-        return label.version >= self._ledger.number(LEAST) and not self.abandoned.held_by(replica)
+        return label.version >= self._ledger.state.least_version and not self.abandoned.held_by(replica)
 
     def _take_start_version(self) -> None:
         """What replicas say before the first publication is the version that the run starts with."""
-        if self._trainer.published or self._ledger.number("policy_version") > START_VERSION:
+        if self._trainer.published or self._ledger.state.policy_version > START_VERSION:
             return
         said = [replica.label.version for replica in self.all if replica.label and replica.label.numbered]
         if (start := max(said, default=START_VERSION)) == START_VERSION:
             return
-        self._ledger.set("policy_version", start)
-        if not self._ledger.number("steps_delivered"):  # later it is a trainer that has loaded and not yet published
-            self._ledger.set(START, start)
+        self._ledger.state.policy_version = start
+        if not self._ledger.state.steps_delivered:  # later it is a trainer that has loaded and not yet published
+            self._ledger.state.start_version = start
             logger.warning("action=start_version %s", *self.notes)
 
     def _refuse_other_runs(self) -> None:

@@ -1,16 +1,7 @@
-"""Draw: a sampler draws examples in advance, so that planning never waits for it. Its state is in the ledger:
-
-sampler:NAME     its state after the last draw, text that only `headpond.data` reads
-drawing:NAME     what the open draw was asked for, JSON: a repeated attempt is asked for the same; None without one
-history:NAME:K   the group that ended as number N, at K = N % HISTORY_MOST; `history:NAME` counts them, and the
-                 sampler has received those before `told:NAME`
-"""
+"""Draw: a sampler draws examples in advance, so that planning never waits for it."""
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
-
-import orjson
 
 from headpond import ids
 from headpond.data import PlayedGroup
@@ -32,15 +23,16 @@ class Draw(RunStage[draw.DrawResult]):
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
+        self._state = parts.ledger.state
         self._examples = Examples(parts.config, parts.ledger)
 
     def resume(self) -> None:
         """Ask samplers again that had ended or failed: their code or the data may have changed."""
         drawing = {job.subject for job in self._ledger.jobs.values() if job.stage == self.name}
         for name in self._examples.sampled:
-            self._ledger.set(f"ended:{name}", 0)
+            self._state.environments[name].data_ended = False
             if name not in drawing:
-                self._ledger.set(f"drawing:{name}", None)
+                self._state.environments[name].draw_job = None
 
     def begin(self, groups_per_step: Callable[[], float]) -> None:
         """Add a job for every environment that has fewer examples drawn than a step may need."""
@@ -48,24 +40,28 @@ class Draw(RunStage[draw.DrawResult]):
             return
         count = max(DRAWN_LEAST, min(math.ceil(groups_per_step()), draw.DRAWN_LIMIT))
         for name in self._examples.sampled:
-            ready = len(self._examples.drawn(name))
+            environment, ready = self._state.environments[name], len(self._examples.drawn(name))
             wanted = min(count, self._examples.left(name) - ready)
-            open_draw = self._ledger.meta.get(f"drawing:{name}")
-            may_draw = self._examples.size(name) and not open_draw and not self._examples.used_up(name)
+            may_draw = self._examples.size(name) and not environment.draw_job and not self._examples.used_up(name)
             if may_draw and ready < count and wanted > 0:
-                until = self._ledger.number(f"history:{name}")
-                job = ids.draw_job(self._ledger.increment("draws"), name)
-                self._ledger.set(f"drawing:{name}", _dumps({"job": job, "count": wanted, "until": until}))
-                self._ledger.add_job(job, self.name, name)
+                self._state.draws += 1
+                environment.draw_job = ids.draw_job(self._state.draws, name)
+                environment.draw_count = int(wanted)
+                environment.draw_until = environment.groups_ended
+                self._ledger.add_job(environment.draw_job, self.name, name)
 
     def group_ended(self, group: GroupRecord, dropped: str | None = None) -> None:
         """A group has been admitted or dropped: its sampler receives it with the next draw."""
         name = group.environment
         if name not in self._examples.sampled:
             return
-        number = self._ledger.increment(f"history:{name}") - 1
-        rewards = [rollout.result.reward for rollout in group.rollouts if rollout.result]
-        self._ledger.set(f"history:{name}:{number % HISTORY_MOST}", _dumps([number, group.example, rewards, dropped]))
+        environment = self._state.environments[name]
+        row = self._state.ended_groups[name][environment.groups_ended % HISTORY_MOST]
+        row.ordinal = environment.groups_ended
+        row.example = group.example
+        row.rewards = [rollout.result.reward for rollout in group.rollouts if rollout.result]
+        row.dropped = dropped
+        environment.groups_ended += 1
 
     def fields(self, job: JobRecord) -> dict[str, str]:
         return {"environment": job.subject}
@@ -74,32 +70,32 @@ class Draw(RunStage[draw.DrawResult]):
         return inputs.key(self._run, job.id)
 
     async def inputs(self, job: JobRecord) -> draw.DrawInputs:
-        name, asked = job.subject, self._loads(f"drawing:{job.subject}", {})
+        name, environment = job.subject, self._state.environments[job.subject]
         return draw.DrawInputs(
             environment=name,
             size=self._examples.size(name),
             seed=key(self._config.seed, name),
-            count=asked["count"],
-            played=self._played(name, asked["until"]),
-            state=str(state) if (state := self._ledger.meta.get(f"sampler:{name}")) else None,
+            count=environment.draw_count,
+            played=self._played(name, environment.draw_until),
+            state=self._state.samplers[name].state or None,
         )
 
     def needed_inputs(self) -> Iterable[str]:
         for name in self._examples.sampled:
-            if asked := self._loads(f"drawing:{name}", None):
-                yield inputs.key(self._run, asked["job"])
+            if job := self._state.environments[name].draw_job:
+                yield inputs.key(self._run, job)
 
     def fits(self, job: JobRecord, result: draw.DrawResult) -> bool:
         return all(0 <= example < self._examples.size(job.subject) for example in result.examples)
 
     def settled(self, job: JobRecord, result: draw.DrawResult, reply: Reply) -> None:
-        name, asked = job.subject, self._loads(f"drawing:{job.subject}", {})
-        self._ledger.set(f"drawn:{name}", _dumps([*self._examples.drawn(name), *result.examples]))
-        self._ledger.set(f"taken:{name}", 0)
-        self._ledger.set(f"sampler:{name}", result.state)
-        self._ledger.set(f"told:{name}", asked["until"])
-        self._ledger.set(f"ended:{name}", int(not result.examples))
-        self._ledger.set(f"drawing:{name}", None)
+        environment, sampler = self._state.environments[job.subject], self._state.samplers[job.subject]
+        sampler.drawn = [*self._examples.drawn(job.subject), *result.examples]
+        sampler.state = result.state
+        environment.drawn_begun = 0
+        environment.groups_reported = environment.draw_until
+        environment.data_ended = not result.examples
+        environment.draw_job = None
 
     def died(self, job: JobRecord, why: str, error: str) -> None:
         sampler = self._config.environments[job.subject].sampler
@@ -109,18 +105,10 @@ class Draw(RunStage[draw.DrawResult]):
         )
 
     def _played(self, name: str, until: int) -> list[PlayedGroup]:
-        told = max(self._ledger.number(f"told:{name}"), until - HISTORY_MOST)
-        records = [self._loads(f"history:{name}:{number % HISTORY_MOST}", [-1]) for number in range(told, until)]
+        first = max(self._state.environments[name].groups_reported, until - HISTORY_MOST)
+        rows = [(number, self._state.ended_groups[name][number % HISTORY_MOST]) for number in range(first, until)]
         return [
-            PlayedGroup(example=record[1], rewards=tuple(record[2]), dropped=record[3])
-            for number, record in zip(range(told, until), records, strict=True)
-            if record[0] == number  # else it was overwritten while the draw waited
+            PlayedGroup(example=row.example, rewards=tuple(row.rewards), dropped=row.dropped)
+            for number, row in rows
+            if row.ordinal == number  # else it was overwritten while the draw waited
         ]
-
-    def _loads(self, key: str, default: Any) -> Any:
-        text = self._ledger.meta.get(key)
-        return orjson.loads(str(text)) if text else default
-
-
-def _dumps(value: object) -> str:
-    return orjson.dumps(value).decode()

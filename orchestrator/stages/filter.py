@@ -11,17 +11,16 @@ class Filter(GroupStage[filtering.FilterResult]):
 
     def enter(self, group: GroupRecord) -> None:
         """Count the rewards before a filter drops the groups that are solved by all or by none."""
-        ledger, environment = self._ledger, group.environment
+        environment = self._ledger.state.environments[group.environment]
         rewards = [rollout.result.reward for rollout in group.rollouts if rollout.result]
-        total = f"played_reward:{environment}"
-        ledger.increment(f"played:{environment}", len(rewards))
-        ledger.set(total, ledger.seconds(total) + sum(rewards))
-        ledger.increment(f"solved_{group.solved}:{environment}")
+        environment.played += len(rewards)
+        environment.played_reward += sum(rewards)
+        environment.solved |= {group.solved: environment.solved.get(group.solved, 0) + 1}
         super().enter(group)
 
     def apply(self, group: GroupRecord, result: filtering.FilterResult) -> str | None:
         for name, rollouts in result.matched.items():
-            self._ledger.increment(f"matched:{name}", rollouts)
+            self._ledger.state.filters[name].matched += rollouts
         for rollout in group.of(RolloutState.GENERATED):
             if rollout.id in result.dropped:
                 self._ledger.drop(rollout, result.dropped[rollout.id])

@@ -36,7 +36,7 @@ class Play(GroupStage[RolloutResult]):
             "environment": environment,
             "example": example,
             "seed": self._config.seed,
-            "policy_version": self._ledger.number("policy_version"),
+            "policy_version": self._ledger.state.policy_version,
             "least_version": self._parts.least_version(),
             "abandoned_versions": self._parts.abandoned_versions(),
         }

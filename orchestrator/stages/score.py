@@ -10,7 +10,7 @@ class Score(GroupStage[score.ScoreResult]):
     stage = score.STAGE
 
     def wants(self, group: GroupRecord) -> bool:
-        return bool(self._ledger.meta.get(f"scores_groups:{group.environment}"))
+        return self._ledger.state.environments[group.environment].scores_groups
 
     def fields(self, job: JobRecord) -> dict[str, str]:
         return {"environment": self._ledger.groups[job.subject].environment}

@@ -15,16 +15,16 @@ class Survey(RunStage[survey.SurveyResult]):
         """Add a job for every environment whose number of examples is unknown."""
         surveyed = {job.subject for job in self._ledger.jobs.values() if job.stage == self.name}
         for name in sorted((self._config.environments.keys() | self._config.evaluation.keys()) - surveyed):
-            if f"examples:{name}" not in self._ledger.meta:
+            if self._ledger.state.environments[name].examples is None:
                 # The epoch makes the id unique per start: a dead job's id is not reused.
-                self._ledger.add_job(ids.survey_job(self._ledger.number("epoch"), name), self.name, name)
+                self._ledger.add_job(ids.survey_job(self._ledger.state.epoch, name), self.name, name)
 
     def fields(self, job: JobRecord) -> dict[str, str]:
         return {"environment": job.subject}
 
     def settled(self, job: JobRecord, result: survey.SurveyResult, reply: Reply) -> None:
-        self._ledger.set(f"examples:{job.subject}", result.examples)
-        self._ledger.set(f"scores_groups:{job.subject}", int(result.scores_groups))
+        self._ledger.state.environments[job.subject].examples = result.examples
+        self._ledger.state.environments[job.subject].scores_groups = result.scores_groups
 
     def died(self, job: JobRecord, why: str, error: str) -> None:
         problem = sentence(f"the environment {job.subject!r} cannot be used: {why}")

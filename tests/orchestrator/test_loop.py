@@ -35,7 +35,7 @@ def test_the_load_of_the_engine_is_noted_until_the_last_step_is_delivered(
         orchestrator = orchestrating(config, ledger, broker)
         load = Load(running=32, waiting=34, cache_use=0.1, preemptions=0)
         orchestrator.load.limit.observe({"http://engine": load}, in_flight=66, now=1e9)
-        ledger.set("steps_delivered", delivered)
+        ledger.state.steps_delivered = delivered
         noted = orchestrator.reporter.status()["notes"]
         await broker.close()
         return noted

@@ -51,7 +51,7 @@ def settle(pipeline: Pipeline, ledger: Ledger, group: GroupRecord, result: Resul
 def test_a_group_is_scored_only_if_its_environment_scores_groups(ledger: Ledger) -> None:
     pipeline, (first, second) = pipeline_of(configured(), ledger), (generated(ledger), generated(ledger))
     pipeline.advance(first)
-    ledger.set("scores_groups:noop", 1)
+    ledger.state.environments["noop"].scores_groups = 1
     pipeline.advance(second)
     assert (first.state, second.state) == ("filter", "score")
     assert {job.id for job in ledger.waiting.values()} == {f"{first.id}-filter", f"{second.id}-score"}

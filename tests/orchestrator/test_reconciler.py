@@ -282,11 +282,11 @@ def test_time_in_which_no_rollout_of_a_group_can_run_is_not_its_time(ledger: Led
 
 def test_a_running_rollout_that_became_stale_is_cancelled(scene: Scene) -> None:
     """Its version is that of the first poll with its lease; time in the queue does not count."""
-    scene.ledger.set("policy_version", 5)
+    scene.ledger.state.policy_version = 5
     scene.poll(lease="worker:1")
     for version, beat in ((13, 2), (14, 3)):
         assert scene.rollout.state is not RolloutState.FILTERED
-        scene.ledger.set("policy_version", version)
+        scene.ledger.state.policy_version = version
         scene.poll(lease=f"worker:{beat}")
     assert (scene.rollout.state, scene.rollout.reason) == (RolloutState.FILTERED, "stale")
     assert scene.job.state is JobState.CANCELLED
@@ -350,7 +350,7 @@ def test_a_job_that_is_submitted_again_between_two_slices_is_not_judged_by_its_o
         scene.ledger.retry(later)
         scene.ledger.submit(later)
 
-    snapshot = missing(last_sequence=scene.ledger.number("sequence"))
+    snapshot = missing(last_sequence=scene.ledger.state.sequence)
     judge_meanwhile(scene, snapshot, submit_again, after=1)
     assert (first.losses, later.losses, later.attempt) == (1, 0, 2)
     assert later.id not in scene.reconciler._observed  # pyright: ignore[reportPrivateUsage]

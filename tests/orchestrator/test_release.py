@@ -135,7 +135,7 @@ def test_a_released_step_keeps_its_manifest_and_rollouts_jsonl(
     manifest = read_manifest(store, 0)
     assert manifest
     release_step(store, manifest, "columns_released")
-    ledger.set("columns_released", 1)
+    ledger.state.released |= {"columns_released": 1}
     swept(config, ledger)
     assert blob_keys(store, "rollouts") == []
     assert not (store.root / "rollouts" / RUN / "g0000001-0").exists()
@@ -190,8 +190,8 @@ def test_a_trainer_that_never_checkpoints_is_named_with_the_bytes_that_it_holds(
 ) -> None:
     trainer = Trainer(config, ledger)
     releaser = Releaser(config, ledger, trainer)
-    ledger.set("delivered_bytes", 12 * 10**9)
-    ledger.set("steps_delivered", 21)
+    ledger.state.delivered_bytes = 12 * 10**9
+    ledger.state.steps_delivered = 21
     assert releaser.notes == [], "the trainer's files were not read yet"
     trainer.state = TrainerState(acked=20, checkpointed=5)
     assert releaser.notes == []
@@ -202,7 +202,7 @@ def test_a_trainer_that_never_checkpoints_is_named_with_the_bytes_that_it_holds(
     )
     trainer.state = TrainerState(acked=-1, checkpointed=-1)
     assert re.search(r"step 0: .*reader\.ack\(step\)", releaser.notes[0])
-    ledger.set("delivered_bytes", 0)
+    ledger.state.delivered_bytes = 0
     assert releaser.notes == []
 
 
@@ -226,20 +226,20 @@ def test_a_file_is_deleted_only_after_the_commit_that_releases_it(
 
 def test_concurrent_releases_release_a_step_once(config: RunConfig, ledger: Ledger, store: FileStore) -> None:
     deliver(config, ledger, store, experts=True)
-    held = ledger.number("delivered_bytes")
+    held = ledger.state.delivered_bytes
 
     async def both() -> None:
         release = await checkpointed(config, ledger)
         await asyncio.gather(release.run_once(), release.run_once())
 
     asyncio.run(both())
-    assert ledger.number("delivered_bytes") == held - 4
+    assert ledger.state.delivered_bytes == held - 4
     assert [key.rpartition("/")[2] for key in blob_keys(store, "rollouts")] == ["columns"] * 4
 
 
 def test_released_experts_that_a_kill_left_are_swept(config: RunConfig, ledger: Ledger, store: FileStore) -> None:
     deliver(config, ledger, store, experts=True)
-    ledger.set("experts_released", 1)
+    ledger.state.released |= {"experts_released": 1}
     swept(config, ledger)
     assert [key.rpartition("/")[2] for key in blob_keys(store, "rollouts")] == ["columns"] * 4
 
@@ -249,7 +249,7 @@ def test_files_of_a_released_step_that_a_kill_or_a_late_encoder_left_are_swept(
 ) -> None:
     """The ledger has released the step; its files are still there."""
     deliver(config, ledger, store)
-    ledger.set("columns_released", 1)
+    ledger.state.released |= {"columns_released": 1}
     assert swept(config, ledger) == 6  # the columns of four rollouts, the ranks of two encoders
     assert blob_keys(store, "batches") == [
         f"batches/step_000000/{name}" for name in ("manifest.json", "rollouts.good.jsonl")
@@ -370,11 +370,11 @@ def test_an_unreadable_manifest_does_not_end_the_run_that_releases_it(
     path.write_bytes(b"{")
     asyncio.run(releaser.run_once())
     assert releaser.releasing.trouble is not None
-    assert ledger.number("experts_released") == 0
+    assert ledger.state.released["experts_released"] == 0
     path.write_bytes(content)
     asyncio.run(releaser.run_once())
     assert releaser.releasing.trouble is None
-    assert ledger.number("experts_released") == 1
+    assert ledger.state.released["experts_released"] == 1
 
 
 def stale_file_handle(*_: object) -> None:

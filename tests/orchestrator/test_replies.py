@@ -89,7 +89,8 @@ def test_rewards_of_a_group_are_counted_before_it_is_dropped(scene: Scene) -> No
     dropped = {rollout.id: "zero_variance" for rollout in scene.group.rollouts}
     scene.reply(scene.submit_stage("filter"), result=FilterResult(dropped=dropped))
     assert scene.group.state == GroupState.CLOSED
-    assert (scene.ledger.number("played:noop"), scene.ledger.seconds("played_reward:noop")) == (4, 1.75)
+    environment = scene.ledger.state.environments["noop"]
+    assert (environment.played, environment.played_reward) == (4, 1.75)
 
 
 def test_a_masked_rollout_is_admitted_and_stays_masked(scene: Scene) -> None:
@@ -115,7 +116,7 @@ def test_masking_is_in_the_next_commit(scene: Scene, tmp_path: Path) -> None:
 
 
 def test_an_environment_that_scores_groups_gets_a_score_job(scene: Scene) -> None:
-    scene.ledger.set("scores_groups:noop", 1)
+    scene.ledger.state.environments["noop"].scores_groups = 1
     scene.finish_rollouts()
     assert scene.group.state == "score"
     job = scene.submit_stage("score")
@@ -131,7 +132,8 @@ def test_an_environment_that_scores_groups_gets_a_score_job(scene: Scene) -> Non
 def test_a_survey_stores_the_number_of_examples(scene: Scene) -> None:
     scene.ledger.submit(scene.ledger.add_job("e1-noop", "survey", "noop"))
     scene.reply("e1-noop", result=SurveyResult(examples=7, scores_groups=True))
-    assert (scene.ledger.number("examples:noop"), scene.ledger.number("scores_groups:noop")) == (7, 1)
+    environment = scene.ledger.state.environments["noop"]
+    assert (environment.examples, environment.scores_groups) == (7, True)
     assert "e1-noop" not in scene.ledger.jobs
 
 
@@ -162,7 +164,7 @@ def test_the_first_good_reply_settles_and_later_ones_are_fenced(scene: Scene) ->
     scene.reply(scene.job.id, result=RolloutResult(reward=2.0), attempt=2)
     scene.reply(scene.job.id, FAILED, attempt=2)
     assert scene.rollout.result == RolloutResult(reward=1.0)
-    assert scene.ledger.number("fenced") == 1
+    assert scene.ledger.state.fenced == 1
 
 
 def with_files(execution: str) -> RolloutResult:
@@ -182,7 +184,7 @@ def test_a_repeated_reply_does_not_delete_its_own_files(scene: Scene) -> None:
     """A worker writes its reply again when Redis has not confirmed it in time, though it may have arrived."""
     for _ in range(2):
         scene.reply(scene.job.id, result=with_files("first"))
-    assert scene.ledger.number("fenced") == 1
+    assert scene.ledger.state.fenced == 1
     assert scene.ledger.unwanted_blobs == []
 
 
@@ -232,9 +234,9 @@ def test_a_group_with_too_few_rollouts_left_is_dropped(scene: Scene) -> None:
     assert scene.ledger.reasons == {"cancelled": 1}
     assert [job.task_id("run") for job in scene.pipeline.play.cancelled] == [f"run.{scene.group.rollouts[3].id}.1"]
     assert scene.group.state == GroupState.CLOSED
-    assert scene.ledger.number("dropped_in_a_row") == 1
+    assert scene.ledger.state.dropped_in_a_row == 1
     scene.reply(scene.group.rollouts[3].id, result=RolloutResult(reward=1.0))
-    assert scene.ledger.number("fenced") == 1
+    assert scene.ledger.state.fenced == 1
 
 
 def test_an_error_of_the_policy_is_a_result(scene: Scene) -> None:
@@ -304,7 +306,7 @@ def test_a_reply_to_an_unknown_job_changes_nothing(scene: Scene) -> None:
     for outcome in Outcome:
         scene.reply("g0000099-0", outcome, result=RolloutResult(reward=1.0) if outcome is DONE else None)
     assert dict(scene.ledger.states) == before
-    assert scene.ledger.number("fenced") == 1
+    assert scene.ledger.state.fenced == 1
     assert {job.stage for job in scene.ledger.jobs.values()} == {"play"}
 
 

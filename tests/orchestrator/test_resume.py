@@ -89,9 +89,9 @@ def test_a_run_that_stopped_because_everything_was_dropped_plans_again(tmp_path:
 
     async def stop() -> None:
         ledger = Ledger(config.ledger_path)
-        ledger.set("examples:noop", 10)
+        ledger.state.environments["noop"].examples = 10
         for _ in range(2):
-            ledger.increment("dropped_in_a_row")
+            ledger.state.dropped_in_a_row += 1
         planner = Planner(config, ledger, Trainer(config, ledger), pipeline_of(config, ledger))
         with pytest.raises(RunError):
             planner.plan()
@@ -138,7 +138,7 @@ def test_a_step_encoded_with_other_batch_settings_is_formed_again(tmp_path: Path
         assert ledger.batches == {}
         again = composed(composer)
         assert (again.step, again.formation) == (0, 2)
-        assert ledger.number("failed_formations") == 0
+        assert ledger.state.failed_formations == 0
         ledger.close()
 
     asyncio.run(encode())

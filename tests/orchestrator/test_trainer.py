@@ -19,7 +19,6 @@ from headpond.batches.signals import (
 from headpond.errors import RunError
 from headpond.orchestrator import trainer as trainer_module
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.ledger.rows import START
 from headpond.orchestrator.trainer import Trainer
 
 
@@ -29,7 +28,7 @@ def test_a_trainer_that_goes_back_to_an_older_version_takes_the_run_with_it(ledg
     for version in (7, 3, 4):
         write_policy(tmp_path, PublishedPolicy(version=version, weights=None))
         asyncio.run(trainer.read())
-        assert ledger.number("policy_version") == version
+        assert ledger.state.policy_version == version
 
 
 def test_what_the_trainer_holds_is_said_when_its_files_were_read(ledger: Ledger, tmp_path: Path) -> None:
@@ -44,15 +43,15 @@ def test_the_first_publication_may_be_below_the_start_version_only_before_the_fi
     ledger: Ledger, tmp_path: Path, delivered: int, version: int, refused: bool
 ) -> None:
     trainer = Trainer(configured(run_dir=tmp_path), ledger)
-    ledger.set("policy_version", 20)
-    ledger.set(START, 20)
-    ledger.set("steps_delivered", delivered)
+    ledger.state.policy_version = 20
+    ledger.state.start_version = 20
+    ledger.state.steps_delivered = delivered
     write_policy(tmp_path, PublishedPolicy(version=version, weights=None))
     told = pytest.raises(RunError, match=r"version 1,.* version 20")
     for _ in range(2):  # a run that is started again says the same
         with told if refused else contextlib.nullcontext():
             asyncio.run(trainer.read())
-    assert ledger.number("policy_version") == (20 if refused else version)
+    assert ledger.state.policy_version == (20 if refused else version)
 
 
 @pytest.mark.parametrize(("batch_format", "wait_s", "awaited"), [
@@ -65,7 +64,7 @@ def test_a_complete_run_stays_until_prime_rls_trainer_has_broadcast_its_last_ver
 ) -> None:
     settings = {"batch": {"format": batch_format}, "trainer": {"last_broadcast_s": wait_s}, "steps": 5}
     trainer = Trainer(configured(run_dir=tmp_path, **settings), ledger)
-    ledger.set("steps_delivered", 3)  # the data is used up
+    ledger.state.steps_delivered = 3  # the data is used up
     seen = list[bool]()
     for version in (1, 2, 3):
         broadcast = tmp_path / "broadcasts" / f"step_{version}"
@@ -92,7 +91,7 @@ def test_a_trainer_that_is_waited_for_is_named_with_the_rank_that_is_behind(
 ) -> None:
     monkeypatch.setattr(trainer_module, "AWAITED_S", 0.0)
     trainer = Trainer(configured(run_dir=tmp_path), ledger)
-    ledger.set("steps_delivered", 9)
+    ledger.state.steps_delivered = 9
     for rank, step in acked.items():
         write_progress(tmp_path, RankProgress(data_rank=rank, data_ranks=2, epoch=1, resume_step=-1, acked=step))
     asyncio.run(trainer.read())
@@ -109,7 +108,7 @@ def test_a_disk_that_does_not_give_the_trainers_files_is_reported_and_read_again
         asyncio.run(trainer.read())
     assert any("read the trainer's progress" in trouble for trouble in trainer.troubles)
     asyncio.run(trainer.read())
-    assert (trainer.troubles, ledger.number("policy_version")) == ([], 7)
+    assert (trainer.troubles, ledger.state.policy_version) == ([], 7)
 
 
 def unreadable(run_dir: Path) -> None:

@@ -10,6 +10,7 @@ from headpond.batches.manifest import manifest_key
 from headpond.broker import redis_keys
 from headpond.broker.queues import Queue
 from headpond.ledger import queries, schema
+from headpond.ledger.state_rows import RunState
 from headpond.orchestrator.exchange import envelope
 from headpond.orchestrator.ledger.audit import audit
 from headpond.orchestrator.ledger.rows import JobRecord
@@ -53,7 +54,7 @@ class Commits:
     def check(self, connection: sqlite3.Connection) -> None:
         world = self._world
         progress = queries.progress(connection)
-        self._sequence = int(queries.meta(connection).get("sequence", 0))
+        self._sequence = queries.run_state(connection).sequence
         if not progress["rollouts"]["balanced"]:
             world.violated(f"a commit is not balanced: {progress}")
         # A batch phase whose result the orchestrator cannot read is done again.
@@ -111,11 +112,11 @@ def check_end(world: "World") -> None:
         world.violated(f"{result['in_flight']} rollouts are in flight in a run that is done")
     manifests = read_manifests(world.store)
     with schema.reading(world.config.ledger_path) as connection:
-        meta, released = queries.meta(connection), queries.released_steps(connection)
-        _check_ledger(world, connection, meta)
+        state, released = queries.run_state(connection), queries.released_steps(connection)
+        _check_ledger(world, connection, state)
     _check_manifests(world, manifests, released)
     _check_files(world, manifests, released)
-    _check_bytes(world, manifests, meta, released)
+    _check_bytes(world, manifests, state, released)
     _check_redis(world)
     _check_environments(world, manifests, released)
     left = collect(world.config.run_dir, dry_run=True)
@@ -123,20 +124,20 @@ def check_end(world: "World") -> None:
         world.violated(f"headpond gc finds files after the last sweep: {left}")
 
 
-def _check_ledger(world: "World", connection: sqlite3.Connection, meta: dict[str, Any]) -> None:
+def _check_ledger(world: "World", connection: sqlite3.Connection, state: RunState) -> None:
     if left := [row for row in queries.open_jobs(connection) if row[5] in OPEN]:
         world.violated(f"open jobs in a run that is done: {left[:5]}")
     if left := queries.open_groups(connection):
         world.violated(f"open groups in a run that is done: {left[:5]}")
     states = queries.rollouts_by_state(connection)
-    if sum(states.values()) != meta["rollouts_planned"]:
-        world.violated(f"{meta['rollouts_planned']} rollouts planned, {sum(states.values())} rows")
-    if meta["steps_delivered"] != world.config.steps:
-        world.violated(f"{meta['steps_delivered']} steps delivered of {world.config.steps}")
-    if meta.get("open_bytes", 0) != 0:
-        world.violated(f"open_bytes is {meta['open_bytes']} in a run that is done")
+    if sum(states.values()) != state.rollouts_planned:
+        world.violated(f"{state.rollouts_planned} rollouts planned, {sum(states.values())} rows")
+    if state.steps_delivered != world.config.steps:
+        world.violated(f"{state.steps_delivered} steps delivered of {world.config.steps}")
+    if state.open_bytes != 0:
+        world.violated(f"open_bytes is {state.open_bytes} in a run that is done")
     world.events.update(dict(connection.execute("SELECT action, count(*) FROM events GROUP BY action").fetchall()))
-    world.planned, world.reasons = int(meta["groups_planned"]), dict(queries.rollouts_by_reason(connection))
+    world.planned, world.reasons = state.groups_planned, dict(queries.rollouts_by_reason(connection))
 
 
 def _check_manifests(world: "World", manifests: dict[int, Manifest], released: dict[str, int]) -> None:
@@ -180,16 +181,14 @@ def _check_environments(world: "World", manifests: dict[int, Manifest], released
                 world.violated(f"rollout {rollout.rollout} of {rollout.env} holds a rollout of {names[int(played)]}")
 
 
-def _check_bytes(
-    world: "World", manifests: dict[int, Manifest], meta: dict[str, Any], released: dict[str, int]
-) -> None:
+def _check_bytes(world: "World", manifests: dict[int, Manifest], state: RunState, released: dict[str, int]) -> None:
     held = 0
     for step, manifest in manifests.items():
         for rollout in manifest.plan.rollouts:
             held += rollout.columns.size if step >= released["columns_released"] else 0
             held += rollout.experts.size if rollout.experts and step >= released["experts_released"] else 0
-    if meta.get("delivered_bytes", 0) != held:
-        world.violated(f"delivered_bytes is {meta.get('delivered_bytes')}, the manifests name {held} bytes")
+    if state.delivered_bytes != held:
+        world.violated(f"delivered_bytes is {state.delivered_bytes}, the manifests name {held} bytes")
 
 
 def _check_redis(world: "World") -> None:

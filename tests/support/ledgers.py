@@ -29,7 +29,7 @@ def configured(**settings: Any) -> RunConfig:
 
 
 def planned(ledger: Ledger, size: int = 4, *, environment: str = "noop") -> GroupRecord:
-    return ledger.plan(environment=environment, example=ledger.number("groups_planned"), size=size)
+    return ledger.plan(environment=environment, example=ledger.state.groups_planned, size=size)
 
 
 def submitted(ledger: Ledger, size: int = 4, *, environment: str = "noop") -> GroupRecord:

@@ -14,6 +14,7 @@ from headpond.batches import Manifest
 from headpond.ids import GroupId
 from headpond.ledger.archive import archive
 from headpond.ledger.schema import STATEMENTS, open_for_writing
+from headpond.ledger.state_rows import RunState
 from headpond.store.columns import write_columns
 from headpond.store.files import FileStore
 from headpond.version import release
@@ -121,9 +122,10 @@ def _write_ledger(path: Path, rows: list[tuple[Any, ...]], steps: int, *, archiv
     values = [(id, ordinal, "sums", 7, states.get(ordinal, "closed")) for id, ordinal in groups.items()]
     connection.executemany(STATEMENTS["groups"], values)
     batches = [(step, 1, "trained" if step == 0 else "delivered", GROUP_SIZE) for step in range(steps)]
-    connection.executemany(STATEMENTS["batches"], batches)
-    meta = {"rollouts_planned": len(rows), "rollouts_generated": len(rows) - 6, "steps_delivered": steps}
-    connection.executemany(STATEMENTS["meta"], meta.items())
+    connection.executemany(STATEMENTS["batches"], [(*batch, None, None, None) for batch in batches])
+    state = RunState(rollouts_planned=len(rows), rollouts_generated=len(rows) - 6, steps_delivered=steps)
+    state.touch()
+    connection.executemany(STATEMENTS["state"], state.take_changes()[0])
     counts = {"trained": 3, "delivered": 3 * (steps - 1), "filtered": 3, "dead": 3, "running": 3}
     connection.executemany(STATEMENTS["counts"], [("state", *each) for each in counts.items()])
     connection.executemany(STATEMENTS["counts"], [("reason", "zero_variance", 3), ("died:rollout", "boom", 3)])

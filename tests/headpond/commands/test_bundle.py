@@ -68,7 +68,7 @@ def test_an_archive_has_what_a_bug_report_needs(run: Path, tmp_path: Path) -> No
     ledger = json.loads(contents["ledger.json"])
     assert [(row["id"], row["example"]) for row in ledger["groups"]] == [("g0000001", 0)]
     assert ledger["events"][0]["action"] == "failed"
-    assert {row["key"] for row in ledger["meta"]} >= {"rollouts_planned", "rollouts_generated"}
+    assert [row["content"] for row in ledger["state"] if row["kind"] == "run"]
 
 
 def test_an_archive_has_neither_secrets_nor_texts_of_rollouts(run: Path, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def surveyed(environment: dict[str, str]) -> None:
 
     async def write() -> None:
         ledger = Ledger(settings.ledger_path)
-        ledger.set("examples:noop", 100)
+        ledger.state.environments["noop"].examples = 100
         await ledger.committed()
         ledger.close()
 

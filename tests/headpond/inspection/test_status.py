@@ -46,7 +46,7 @@ def run(server: EmbeddedRedis, tmp_path: Path) -> Path:
     async def plan() -> None:
         ledger = Ledger(config.ledger_path)
         ledger.plan(environment="noop", example=0, size=2)
-        ledger.set("steps_delivered", 3)
+        ledger.state.steps_delivered = 3
         await ledger.committed()
         ledger.close()
 

@@ -51,8 +51,8 @@ def connection(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[sqlit
     connection.executemany(STATEMENTS["rollouts"], ROLLOUTS)
     connection.executemany(STATEMENTS["groups"], GROUPS)
     batches = [(0, 1, "trained", 2), (1, 1, "delivered", 1), (2, 1, "composed", 0)]
-    connection.executemany(STATEMENTS["batches"], batches)
-    connection.executemany(STATEMENTS["meta"], [("rollouts_planned", 5), ("steps_delivered", 2)])
+    connection.executemany(STATEMENTS["batches"], [(*batch, None, None, None) for batch in batches])
+    connection.execute(STATEMENTS["state"], ("run", "", 0, '{"rollouts_planned": 5, "steps_delivered": 2}'))
     states = {"planned": 1, "filtered": 1, "delivered": 1, "trained": 2, "dead": 0}
     counts = [*(("state", state, number) for state, number in states.items()), ("reason", "stale", 1)]
     connection.executemany(STATEMENTS["counts"], [*counts, ("died:filter", "no", 2), ("died:rollout", "", 5)])
@@ -126,8 +126,8 @@ def test_a_view_shows_every_rollout(connection: sqlite3.Connection) -> None:
 def test_a_snapshot_does_not_see_later_commits(connection: sqlite3.Connection, tmp_path: Path) -> None:
     reader = sqlite3.connect(tmp_path / "ledger.sqlite", isolation_level=None)
     with queries.snapshot(reader):
-        before = queries.meta(reader)
-        connection.execute(STATEMENTS["meta"], ("steps_delivered", 2))
-        assert queries.meta(reader) == before
-    assert queries.meta(reader)["steps_delivered"] == 2
+        before = queries.run_state(reader)
+        connection.execute(STATEMENTS["state"], ("run", "", 0, '{"steps_delivered": 2}'))
+        assert queries.run_state(reader) == before
+    assert queries.run_state(reader).steps_delivered == 2
     reader.close()

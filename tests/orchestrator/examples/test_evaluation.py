@@ -36,14 +36,14 @@ class Scene:
         self.pipeline = pipeline_of(self.config, ledger)
         self.replies = replies_of(self.config, ledger, self.pipeline)
         self.evaluations: Evaluations = self.pipeline.evaluations
-        ledger.set("examples:held_out", 10)
+        ledger.state.environments["held_out"].examples = 10
 
     def jobs(self) -> list[JobRecord]:
         return [job for job in self.ledger.jobs.values() if job.stage == "evaluation"]
 
     def plan(self, version: int = 0) -> list[str]:
         """The rollouts that begin at this version."""
-        self.ledger.set("policy_version", version)
+        self.ledger.state.policy_version = version
         before = {job.id for job in self.jobs()}
         while self.evaluations.plan():
             pass
@@ -111,9 +111,9 @@ def test_versions_are_evaluated_again_when_a_trainer_resumes_from_an_older_check
 
 
 def test_nothing_begins_before_the_survey_nor_when_the_run_is_ending(scene: Scene) -> None:
-    scene.ledger.set("examples:held_out", 0)
+    scene.ledger.state.environments["held_out"].examples = 0
     assert scene.plan() == []
-    scene.ledger.set("examples:held_out", 10)
+    scene.ledger.state.environments["held_out"].examples = 10
     assert scene.evaluations.plan(ending=True) is False
     assert not scene.jobs()
 
@@ -147,8 +147,8 @@ def test_a_large_evaluation_begins_in_small_pieces(ledger: Ledger) -> None:
 def test_no_count_of_training_includes_an_evaluation(scene: Scene) -> None:
     scene.plan()
     scene.finish()
-    assert scene.ledger.number("rollouts_planned") == 0
-    assert scene.ledger.number("rollouts_generated") == 0
+    assert scene.ledger.state.rollouts_planned == 0
+    assert scene.ledger.state.rollouts_generated == 0
     assert not any(scene.ledger.states[state] for state in RolloutState)
     assert not scene.ledger.groups
 
@@ -217,7 +217,7 @@ def score(scene: Scene, job: JobRecord, **rewards: float) -> None:
 
 
 def test_the_rollouts_of_an_example_are_scored_together_by_an_environment_that_scores_groups(scene: Scene) -> None:
-    scene.ledger.set("scores_groups:held_out", 1)
+    scene.ledger.state.environments["held_out"].scores_groups = 1
     scene.plan()
     jobs = scene.jobs()
     for job in (jobs[2], jobs[1], jobs[3]):
@@ -240,7 +240,7 @@ def test_the_rollouts_of_an_example_are_scored_together_by_an_environment_that_s
 
 
 def test_rollouts_whose_score_failed_are_dead(scene: Scene) -> None:
-    scene.ledger.set("scores_groups:held_out", 1)
+    scene.ledger.state.environments["held_out"].scores_groups = 1
     scene.plan()
     scene.finish()
     for job in score_jobs(scene):
@@ -252,7 +252,7 @@ def test_rollouts_whose_score_failed_are_dead(scene: Scene) -> None:
 
 
 def test_a_score_without_every_rollout_does_not_answer(scene: Scene) -> None:
-    scene.ledger.set("scores_groups:held_out", 1)
+    scene.ledger.state.environments["held_out"].scores_groups = 1
     scene.plan()
     scene.finish()
     score(scene, score_jobs(scene)[0], v000001_0=1.0)
@@ -265,7 +265,7 @@ def test_a_resumed_run_has_the_results_that_wait_for_their_score(tmp_path: Path)
     async def begin() -> None:
         ledger = Ledger(path)
         scene = Scene(ledger)
-        ledger.set("scores_groups:held_out", 1)
+        ledger.state.environments["held_out"].scores_groups = 1
         scene.plan()
         for job in scene.jobs()[:3]:
             scene.reply(job, columns=columns(job))
@@ -350,11 +350,11 @@ def test_an_update_of_the_weights_is_held_until_the_evaluations_of_this_version_
     jobs = scene.jobs()
     assert [job.id for job in jobs] == [f"v000001-{index}" for index in range(6)]
     for job in jobs:
-        assert (trainer.state.policy, ledger.number("policy_version")) == (None, 0)
+        assert (trainer.state.policy, ledger.state.policy_version) == (None, 0)
         scene.reply(job)
         asyncio.run(trainer.read())
     assert trainer.state.policy == PublishedPolicy(version=1, weights="/weights/1")
-    assert ledger.number("policy_version") == 1
+    assert ledger.state.policy_version == 1
 
 
 def test_no_update_is_held_for_longer_than_the_setting(ledger: Ledger) -> None:

@@ -23,11 +23,11 @@ def group(example: int) -> GroupRecord:
 def die(poison: Poison, ledger: Ledger, example: int, times: int, *, others: int = 1) -> None:
     for _ in range(times):
         poison.died(group(example), "no such image")
-        ledger.increment("rollouts_generated", others)
+        ledger.state.rollouts_generated += others
 
 
 def test_an_example_is_skipped_after_its_deaths_while_others_are_generated(ledger: Ledger) -> None:
-    ledger.set("examples:noop", 4)
+    ledger.state.environments["noop"].examples = 4
     examples = Examples(config(), ledger)
     die(examples.poison, ledger, 2, DEATHS + 1)
     assert [examples.take("noop") for _ in range(6)] == [0, 1, 3, 0, 1, 3]
@@ -51,7 +51,7 @@ def test_deaths_in_several_outages_do_not_add_up(ledger: Ledger, examples: int) 
     for _ in range(DEATHS - 1):
         for example in range(examples):
             die(poison, ledger, example, DEATHS, others=0)
-        ledger.increment("rollouts_generated", 1_000)
+        ledger.state.rollouts_generated += 1_000
     assert poison.notes(["noop"]) == []
 
 
@@ -60,7 +60,7 @@ def test_two_poison_examples_are_found_although_they_die_at_the_same_time(ledger
     for number in range(4 * DEATHS):
         for example in ((0, 1), (1, 0))[number % 2]:
             poison.died(group(example), "no such image")
-        ledger.increment("rollouts_generated")
+        ledger.state.rollouts_generated += 1
     assert len(poison.notes(["noop"])) == 2
 
 
@@ -73,7 +73,7 @@ def test_a_generated_rollout_ends_the_row_of_deaths(ledger: Ledger) -> None:
 
 
 def test_what_is_put_back_is_played_first_and_counts_from_zero(ledger: Ledger) -> None:
-    ledger.set("examples:noop", 4)
+    ledger.state.environments["noop"].examples = 4
     examples = Examples(config(), ledger)
     die(examples.poison, ledger, 2, DEATHS + 1)
     examples.poison.play_again("noop", [2, 3, 2])
@@ -83,7 +83,7 @@ def test_what_is_put_back_is_played_first_and_counts_from_zero(ledger: Ledger) -
 
 
 def test_a_run_whose_examples_are_all_in_quarantine_stops_and_says_what_to_do(ledger: Ledger) -> None:
-    ledger.set("examples:noop", 2)
+    ledger.state.environments["noop"].examples = 2
     examples = Examples(config(), ledger)
     for example in range(2):
         die(examples.poison, ledger, example, DEATHS + 1)
@@ -95,4 +95,4 @@ def test_the_examples_whose_deaths_are_counted_are_bounded(ledger: Ledger) -> No
     poison = Poison(config(), ledger)
     for example in range(2 * DEATHS_MOST):
         die(poison, ledger, example, 1)
-    assert str(ledger.meta["deaths:noop"]).count(":") == DEATHS_MOST
+    assert list(ledger.state.deaths["noop"]) == list(range(DEATHS_MOST, 2 * DEATHS_MOST))

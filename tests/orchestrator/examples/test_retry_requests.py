@@ -7,7 +7,7 @@ import pytest
 from support.ledgers import configured
 
 from headpond.config import RunConfig
-from headpond.inspection.dead import FOLDER, RETRIED
+from headpond.inspection.dead import FOLDER
 from headpond.orchestrator.examples.poison import Poison
 from headpond.orchestrator.examples.retry_requests import RetryRequests
 from headpond.orchestrator.ledger.ledger import Ledger
@@ -25,12 +25,12 @@ def request(run_dir: Path, content: object) -> Path:
 
 
 def test_the_examples_of_a_request_are_played_again_and_its_file_is_deleted(ledger: Ledger, tmp_path: Path) -> None:
-    ledger.set("examples:noop", 4)
+    ledger.state.environments["noop"].examples = 4
     path = request(tmp_path, {"until": 7, "examples": {"noop": [2, 9, "x"], "other": [1]}})
     asyncio.run(RetryRequests(config(tmp_path), ledger).run_once())
     poison = Poison(config(tmp_path), ledger)
     assert [poison.take_again("noop") for _ in range(poison.again("noop"))] == [2]
-    assert ledger.number(RETRIED) == 7
+    assert ledger.state.retried_group == 7
     assert not path.exists()
 
 
@@ -40,7 +40,7 @@ def test_a_request_whose_file_cannot_be_deleted_is_taken_once(
     def refuse(path: Path, missing_ok: bool = False) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    ledger.set("examples:noop", 4)
+    ledger.state.environments["noop"].examples = 4
     request(tmp_path, {"until": 7, "examples": {"noop": [2]}})
     monkeypatch.setattr(Path, "unlink", refuse)
     requests, poison = RetryRequests(config(tmp_path), ledger), Poison(config(tmp_path), ledger)
@@ -69,7 +69,7 @@ def test_a_disk_that_fails_does_not_end_the_run_and_the_request_is_taken_later(
     def fail(path: Path) -> None:
         raise OSError(errno.EIO, "Input/output error", str(path))
 
-    ledger.set("examples:noop", 4)
+    ledger.state.environments["noop"].examples = 4
     path = request(tmp_path, {"until": 7, "examples": {"noop": [2]}})
     requests, poison = RetryRequests(config(tmp_path), ledger), Poison(config(tmp_path), ledger)
     with monkeypatch.context() as patch:

@@ -201,7 +201,7 @@ def test_a_reply_that_names_files_of_another_execution_is_refused(
         reply = reply_to(job, result=result)
         await it.broker.client.xadd(it.stream, {"reply": reply.model_dump_json()})
         assert await it.read() == ([job] if accepted else [])
-        assert it.ledger.number("replies_refused") == (not accepted)
+        assert it.ledger.state.replies_refused == (not accepted)
 
     play(server, tmp_path / "run", scene)
 
@@ -231,7 +231,7 @@ def test_a_forged_late_reply_deletes_nothing(server: EmbeddedRedis, tmp_path: Pa
         assert rollout.result.columns == columns
         assert store.path(manifest.key).exists()
         assert store.path(columns.key).exists()
-        assert (it.ledger.number("fenced"), it.ledger.number("replies_refused")) == (1, 1)
+        assert (it.ledger.state.fenced, it.ledger.state.replies_refused) == (1, 1)
 
     play(server, tmp_path / "run", scene)
 

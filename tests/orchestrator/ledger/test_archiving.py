@@ -216,7 +216,7 @@ def test_histories_are_deleted_a_few_at_a_time(path: Path, monkeypatch: pytest.M
         for _ in range(8):
             drop(ledger, generated(ledger, 1))
         for _ in range(4):
-            ledger.increment("epoch")
+            ledger.state.epoch += 1
             await ledger.committed()
             left.append(sizes(path)["histories"])
 

@@ -77,7 +77,7 @@ def sealed(config: RunConfig) -> Callable[[Ledger], None]:
 
 
 def test_a_run_that_has_planned_nothing_adds_up(config: RunConfig) -> None:
-    written(config, lambda ledger: ledger.increment("epoch"))
+    written(config, lambda ledger: ledger.state.touch())
     assert audit(config.run_dir) == {
         "planned": 0, "delivered": 0, "filtered": {}, "in_flight": 0, "dead": 0, "fenced": 0,
         "balanced": True, "problems": [], "steps": 0, "delivered_steps": 0, "manifests_from": 0, "files_from": 0,
@@ -88,7 +88,7 @@ def test_a_run_that_has_planned_nothing_adds_up(config: RunConfig) -> None:
 def test_every_rollout_is_counted_once(config: RunConfig) -> None:
     written(config, sealed(config))
     written(config, lambda ledger: ledger.plan(environment="noop", example=1, size=3))
-    written(config, lambda ledger: ledger.increment("fenced", 5))
+    written(config, lambda ledger: setattr(ledger.state, "fenced", 5))
     result = audit(config.run_dir)
     assert result["planned"] == 7
     assert (result["delivered"], result["in_flight"], result["dead"]) == (2, 3, 1)
@@ -113,7 +113,7 @@ DAMAGE = {
     "UPDATE groups SET state = 'filter'": "group g0000002 is in a stage and has no job",
     "DELETE FROM jobs": "rollout g0000002-0 is open and has no job",
     "DELETE FROM rollouts WHERE idx = 2": "the ledger counts 4 rollouts as planned and has 3",
-    "UPDATE meta SET value = 5 WHERE key = 'rollouts_planned'": "",
+    "UPDATE state SET content = json_set(content, '$.rollouts_planned', 5) WHERE kind = 'run'": "",
     "INSERT INTO groups VALUES ('g0000001', 1, 'noop', 0, 'closed')": "group g0000001 is archived and open",
     "DELETE FROM closed_groups": "rollout g0000001-0 is archived without its group",
     "DELETE FROM closed_rollouts WHERE idx = 3": "but not delivered in the ledger",

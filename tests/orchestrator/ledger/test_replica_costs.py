@@ -3,7 +3,7 @@
 from support.ledgers import configured
 
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.ledger.replica_costs import LOST, OTHER, TOKENS, ReplicaCosts, slow_tokens
+from headpond.orchestrator.ledger.replica_costs import OTHER, ReplicaCosts, slow_tokens
 from headpond.replica_use import ReplicaUse
 
 A, B = "http://a:8000", "http://b:8000"
@@ -26,8 +26,9 @@ def test_uses_are_added_by_replica_and_kept_in_the_ledger(ledger: Ledger) -> Non
 def test_urls_that_the_run_does_not_know_are_counted_together(ledger: Ledger) -> None:
     for number in range(3):
         costs_of(ledger).count({f"http://10.0.0.{number}": ReplicaUse(tokens=5, lost_tokens=1)})
-    assert (ledger.number(TOKENS + OTHER), ledger.number(LOST + OTHER)) == (15, 3)
-    assert sum(key.startswith(TOKENS) for key in ledger.meta) == 1
+    other = ledger.state.replicas[OTHER]
+    assert (other.tokens, other.lost_tokens) == (15, 3)
+    assert list(ledger.state.replicas) == [OTHER]
 
 
 def test_a_replica_is_not_compared_before_it_has_been_measured() -> None:

@@ -10,6 +10,7 @@ from support.stores import run_store
 
 from headpond.batches import Manifest, seal_manifest
 from headpond.ids import rollout_directory
+from headpond.ledger.state_rows import Rows, RunState
 from headpond.ledger.states import GroupState, JobState, RolloutState
 from headpond.orchestrator import run_dir
 from headpond.orchestrator.exchange.inputs import batch_plan
@@ -36,6 +37,15 @@ def written(path: Path, write: Callable[[Ledger], object]) -> Ledger:
     return asyncio.run(run())
 
 
+def state_contents(state: RunState) -> list[tuple[str, str]]:
+    """Every row that differs from a new one."""
+    tables = [(state, state.last_step)]
+    tables += [table.values() for table in vars(state).values() if isinstance(table, Rows)]
+    rows = [row for table in tables for row in table]
+    rows = [row for some in rows for row in (some.values() if isinstance(some, Rows) else [some])]
+    return sorted((type(row).__name__, row.content()) for row in rows if row != type(row)())
+
+
 def contents(ledger: Ledger | restore.Restored) -> dict[str, Any]:
     return {
         "groups": {
@@ -46,7 +56,7 @@ def contents(ledger: Ledger | restore.Restored) -> dict[str, Any]:
             step: (batch.row(), [group.id for group in batch.groups], batch.advantages)
             for step, batch in ledger.batches.items()
         },
-        "meta": ledger.meta,
+        "state": state_contents(ledger.state),
         "states": +ledger.states,
         "reasons": +ledger.reasons,
         "untrained": ledger.untrained,
@@ -59,7 +69,7 @@ def test_open_records_are_restored(tmp_path: Path) -> None:
         ledger.retry(ledger.jobs[submitted(ledger).rollouts[0].id], error="it broke", failures=1)
         ledger.enter(generated(ledger), "filter")
         admitted(ledger).rollouts[1].masked = True
-        ledger.set("position", "17-3")
+        ledger.state.position = "17-3"
         config = configured(batch={"size": 1, "data_ranks": 2, "order": "completion"})
         batch = Composer(config, ledger, Trainer(config, ledger), pipeline_of(config, ledger)).compose()
         assert batch is not None
@@ -87,7 +97,7 @@ def test_closed_records_are_counted_but_not_restored(tmp_path: Path) -> None:
     assert (after.groups, after.jobs, after.batches) == ({}, {}, {})
     assert after.states == {RolloutState.DELIVERED: 4, RolloutState.FILTERED: 4}
     assert after.reasons == {"zero_variance": 4}
-    assert after.meta["steps_delivered"] == 1
+    assert after.state.steps_delivered == 1
     assert after.untrained == {0: 4}
 
 
@@ -154,8 +164,8 @@ def test_a_lost_ledger_is_rebuilt_from_the_manifests(tmp_path: Path) -> None:
     assert result["balanced"], result["problems"]
     assert (result["planned"], result["delivered"], result["filtered"]) == (4, 3, {"ledger_lost": 1})
     kept = restore.read(config.ledger_path)
-    assert kept.meta["steps_delivered"] == 1
-    assert kept.meta["estimator_state"] == '{"steps": 1}'
+    assert kept.state.steps_delivered == 1
+    assert kept.state.last_step.estimator_state == '{"steps": 1}'
     before = config.ledger_path.read_bytes()
     rebuild.rebuild_if_lost(config)
     assert config.ledger_path.read_bytes() == before, "a ledger that is there is left alone"
@@ -187,12 +197,16 @@ def test_a_rebuilt_ledger_knows_what_was_released(tmp_path: Path) -> None:
     def rebuilt(allowed: dict[str, int]) -> tuple[dict[str, Any], list[str]]:
         config.ledger_path.unlink()
         rebuild.rebuild_if_lost(config, lambda: allowed)
-        return restore.read(config.ledger_path).meta, audit(config.run_dir)["problems"]
+        return restore.read(config.ledger_path).state, audit(config.run_dir)["problems"]
 
-    meta, problems = rebuilt(allowed)
+    state, problems = rebuilt(allowed)
     assert problems == []
-    assert {counter: meta[counter] for counter in allowed} == {**allowed, "experts_released": 2, "columns_released": 1}
-    assert meta["delivered_bytes"] == len(b"tokens") * (2 * 4 + 3 * 4)
+    assert {counter: state.released[counter] for counter in allowed} == {
+        **allowed,
+        "experts_released": 2,
+        "columns_released": 1,
+    }
+    assert state.delivered_bytes == len(b"tokens") * (2 * 4 + 3 * 4)
     assert len(rebuilt(allowed | {"columns_released": 0})[1]) == 4, "the trainer has not released these"
 
 
@@ -207,7 +221,7 @@ def test_a_ledger_that_is_lost_before_the_first_step_does_not_use_its_ids_again(
     ids = list[str]()
     written(config.ledger_path, lambda ledger: ids.append(planned(ledger).id))
     kept = restore.read(config.ledger_path)
-    assert (ids, kept.meta["steps_delivered"], kept.meta["rollouts_planned"]) == (["g1000001"], 0, 4)
+    assert (ids, kept.state.steps_delivered, kept.state.rollouts_planned) == (["g1000001"], 0, 4)
 
 
 def test_a_step_that_is_composed_dissolved_and_composed_again_is_restored(tmp_path: Path) -> None:

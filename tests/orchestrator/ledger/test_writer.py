@@ -33,15 +33,15 @@ def set_by(event: threading.Event) -> Callable[[Exception | None], None]:
     return lambda error: event.set() if error is None else None
 
 
-def meta(key: str, value: int) -> Changes:
-    return {"meta": [(key, value)]}
+def count(name: str, value: int) -> Changes:
+    return {"counts": [("state", name, value)]}
 
 
 def events(number: int) -> Changes:
     return {"events": [(0.0, 0, "subject", "action", "detail" * 20)] * number}
 
 
-def kept(path: Path, query: str = "SELECT key, value FROM meta ORDER BY key") -> list[tuple[object, ...]]:
+def kept(path: Path, query: str = "SELECT name, number FROM counts ORDER BY name") -> list[tuple[object, ...]]:
     with reading(path) as connection:
         return connection.execute(query).fetchall()
 
@@ -49,8 +49,8 @@ def kept(path: Path, query: str = "SELECT key, value FROM meta ORDER BY key") ->
 def test_changes_are_on_disk_when_committed_is_called(writer: Writer, path: Path) -> None:
     on_disk: list[list[tuple[object, ...]]] = []
     done = threading.Event()
-    writer.put(meta("a", 1), lambda _: on_disk.append(kept(path)))
-    writer.put(meta("b", 2), set_by(done))
+    writer.put(count("a", 1), lambda _: on_disk.append(kept(path)))
+    writer.put(count("b", 2), set_by(done))
     assert done.wait(HANG_S)
     assert ("a", 1) in on_disk[0]
 
@@ -58,7 +58,7 @@ def test_changes_are_on_disk_when_committed_is_called(writer: Writer, path: Path
 def test_changes_are_committed_in_order_and_several_at_once(writer: Writer, path: Path) -> None:
     order: list[int] = []
     for number in range(1000):
-        writer.put(meta("last", number), lambda _, number=number: order.append(number))
+        writer.put(count("last", number), lambda _, number=number: order.append(number))
     writer.close()
     assert order == list(range(1000))
     assert kept(path) == [("last", 999)]
@@ -68,7 +68,7 @@ def test_changes_are_committed_in_order_and_several_at_once(writer: Writer, path
 def test_closing_commits_what_is_queued(path: Path) -> None:
     writer = Writer(path)
     for number in range(100):
-        writer.put(meta(f"{number:03}", number), ignore)
+        writer.put(count(f"{number:03}", number), ignore)
     writer.close()
     assert len(kept(path)) == 100
 
@@ -88,7 +88,7 @@ def test_a_full_disk_is_waited_for_and_nothing_is_lost(path: Path, monkeypatch: 
     wait_until(lambda: writer.commits == 1)
     late = threading.Event()
     with LimitedDirectory(path.parent).full(os.getpid(), "."):
-        writer.put(events(1000) | meta("late", 1), set_by(late))
+        writer.put(events(1000) | count("late", 1), set_by(late))
         trouble = wait_until(lambda: writer.trouble)
         assert trouble.startswith(f"the ledger {path} cannot be written (")
         assert trouble.endswith("free space on its disk; nothing is lost")
@@ -108,7 +108,7 @@ def test_a_writer_that_cannot_commit_can_be_closed(path: Path, monkeypatch: pyte
     wait_until(lambda: writer.commits == 1)
     late = threading.Event()
     with LimitedDirectory(path.parent).full(os.getpid(), "."):
-        writer.put(events(1000) | meta("late", 1), set_by(late))
+        writer.put(events(1000) | count("late", 1), set_by(late))
         wait_until(lambda: writer.trouble)
         writer.close(timeout_s=0.1)
     assert not late.is_set(), "`committed` is called only for changes on disk"
@@ -119,7 +119,7 @@ def test_a_locked_ledger_is_waited_for(writer: Writer, path: Path) -> None:
     done = threading.Event()
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
-    writer.put(meta("a", 1), set_by(done))
+    writer.put(count("a", 1), set_by(done))
     assert not done.wait(0.05)
     other.execute("ROLLBACK")
     other.close()
@@ -129,9 +129,9 @@ def test_a_locked_ledger_is_waited_for(writer: Writer, path: Path) -> None:
 def test_an_error_that_no_retry_repairs_reaches_every_later_caller(writer: Writer) -> None:
     errors: list[Exception | None] = []
     done = threading.Event()
-    writer.put({"meta": [("a", object())]}, errors.append)  # type: ignore[list-item]
+    writer.put({"counts": [("state", "a", object())]}, errors.append)  # type: ignore[list-item]
     writer.put({"no such table": [()]}, errors.append)
-    writer.put(meta("b", 1), lambda error: (errors.append(error), done.set()))
+    writer.put(count("b", 1), lambda error: (errors.append(error), done.set()))
     assert done.wait(HANG_S)
     assert len(errors) == 3
     assert None not in errors

@@ -113,7 +113,7 @@ def test_a_step_is_formed_again_without_the_rollouts_that_cannot_be_read(ledger:
     admitted(ledger)
     again = composed(composer)
     assert (again.formation, len(list(again.rollouts()))) == (2, 7)
-    assert ledger.number("failed_formations") == 0
+    assert ledger.state.failed_formations == 0
 
 
 def test_a_step_that_cannot_be_encoded_is_formed_again_and_finally_stops_the_run(ledger: Ledger) -> None:
@@ -170,12 +170,12 @@ def test_a_step_that_is_formed_again_starts_from_the_state_before_it(ledger: Led
         )
         if state == "first":
             ledger.deliver(batch)
-    assert step_values(batch, ledger.meta["estimator_state"]).state == "first"
+    assert step_values(batch, ledger.state.last_step.estimator_state).state == "first"
     ledger.dissolve(batch)
     again = composed(composer)
     assert (again.step, again.formation) == (1, 2)
     assert (again.advantages, again.estimator_state) == ({}, None)
-    assert ledger.meta["estimator_state"] == "first"
+    assert ledger.state.last_step.estimator_state == "first"
 
 
 @pytest.mark.parametrize("state", [JobState.DEAD, JobState.CANCELLED])
@@ -235,7 +235,7 @@ def test_stale_rollouts_are_dropped_before_a_step_is_formed(ledger: Ledger) -> N
     composer = composing(ledger, filters={"stale": {"max_off_policy_steps": 2}})
     stale, partial, fresh = (sampled_by(ledger, version) for version in (0, 1, 1))
     partial.rollouts[0].result = RolloutResult(reward=0.0, version_first=0)
-    ledger.set("policy_version", 3)
+    ledger.state.policy_version = 3
     assert composed(composer).groups == [partial, fresh]
     assert stale.state == GroupState.CLOSED
     assert ledger.reasons == {"stale": 5}
@@ -244,13 +244,13 @@ def test_stale_rollouts_are_dropped_before_a_step_is_formed(ledger: Ledger) -> N
 
 def test_a_group_is_checked_for_staleness_when_admitted_and_at_every_version(ledger: Ledger) -> None:
     composer = composing(ledger, filters={"stale": {"max_off_policy_steps": 2}})
-    ledger.set("policy_version", 3)
+    ledger.state.policy_version = 3
     fresh = sampled_by(ledger, 1)
     assert composer.compose() is None
     late = sampled_by(ledger, 0)
     assert composer.compose() is None
     assert (fresh.state, late.state) == (GroupState.ADMITTED, GroupState.CLOSED)
-    ledger.set("policy_version", 4)
+    ledger.state.policy_version = 4
     assert composer.compose() is None
     assert fresh.state == GroupState.CLOSED
 
@@ -261,7 +261,7 @@ def test_a_step_with_a_rollout_that_became_stale_is_formed_again(ledger: Ledger)
     batch = composed(composer)
     assert batch.groups == [old, new]
     end(ledger, batch, 0, JobState.SETTLED)
-    ledger.set("policy_version", 3)
+    ledger.state.policy_version = 3
     assert composer.encoded() is None
     assert composed(composer).groups == [new, next_one]
 
@@ -283,8 +283,8 @@ def test_a_step_does_not_run_ahead_of_the_groups_that_were_planned_first(ledger:
 def test_a_batch_of_tokens_waits_for_the_groups_that_were_planned_first(ledger: Ledger) -> None:
     """Without a window, steps would be made of the groups with the shortest rollouts."""
     composer = composing(ledger, batch={"unit": "tokens", "size": 80, "window": 2})
-    ledger.set("groups_admitted:noop", 1)
-    ledger.set("tokens_admitted:noop", 40)
+    ledger.state.environments["noop"].groups_admitted = 1
+    ledger.state.environments["noop"].tokens_admitted = 40
     slow = [planned(ledger) for _ in range(4)]
     short = [sampled_by(ledger, 0) for _ in range(3)]
     assert composer.compose() is None
@@ -321,7 +321,7 @@ def test_what_becomes_stale_between_two_slices_is_in_no_step(ledger: Ledger, mon
             await asyncio.sleep(0)
         assert (old.checked_version, new.checked_version) == (0, None)
         late.append(sampled_by(ledger, 0))
-        ledger.set("policy_version", 3)
+        ledger.state.policy_version = 3
         late.append(sampled_by(ledger, 1))
         await dropping
 

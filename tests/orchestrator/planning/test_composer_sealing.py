@@ -12,7 +12,6 @@ from headpond.config import RunConfig
 from headpond.errors import BatchError
 from headpond.ledger.states import GroupState, JobState, RolloutState
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.ledger.rows import ADVANTAGES
 from headpond.orchestrator.planning.composer import Composer, Sealer
 from headpond.orchestrator.trainer import Trainer
 from headpond.records.inputs import StepAdvantages
@@ -76,9 +75,10 @@ def test_sealing_uses_the_advantages_that_encoding_used(tmp_path: Path) -> None:
     async def seal(ranks: list[EncodedRank]) -> None:
         ledger = Ledger(after.ledger_path)
         Composer(after, ledger, Trainer(after, ledger), pipeline_of(after, ledger)).resume()
-        assert await Sealer(after).seal(ledger.batches[0], ranks)
-        ledger.deliver(ledger.batches[0])
-        assert ledger.meta[ADVANTAGES] == "{}"
+        batch = ledger.batches[0]
+        assert await Sealer(after).seal(batch, ranks)
+        ledger.deliver(batch)
+        assert batch.row()[-3:] == (None, None, None), "the manifest has its advantages"
         ledger.close()
 
     encoded_with: dict[str, float] = {}
@@ -158,7 +158,7 @@ def test_a_step_whose_manifest_is_visible_is_not_formed_again(
         assert ready is not None
         assert not asyncio.run(sealer.seal(*ready))
     assert read_manifest(store, 0) is not None
-    ledger.set("policy_version", 100)
+    ledger.state.policy_version = 100
     again = composer.encoded(visible=sealer.visible)
     assert again is not None
     assert asyncio.run(sealer.seal(*again))

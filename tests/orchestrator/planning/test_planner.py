@@ -18,7 +18,7 @@ from headpond.store import BlobRef
 def planning(ledger: Ledger, *, examples: int = 1000, **settings: Any) -> Planner:
     """A planner with a surveyed environment. It does not wait for a trainer, unless `settings` change that."""
     config = configured(**{"trainer": {"max_steps_ahead": "unlimited"}} | settings)
-    ledger.set("examples:noop", examples)
+    ledger.state.environments["noop"].examples = examples
     return Planner(config, ledger, Trainer(config, ledger), pipeline_of(config, ledger))
 
 
@@ -32,7 +32,7 @@ def test_as_many_groups_begin_as_the_steps_need(ledger: Ledger) -> None:
     plan_all(planner)
     assert len(ledger.groups) == 6
     plan_all(planner)
-    assert ledger.number("rollouts_planned") == 24
+    assert ledger.state.rollouts_planned == 24
 
 
 def test_no_more_rollouts_are_in_flight_than_allowed(ledger: Ledger) -> None:
@@ -44,17 +44,17 @@ def test_no_more_rollouts_are_in_flight_than_allowed(ledger: Ledger) -> None:
 def test_a_large_plan_is_made_in_small_pieces(ledger: Ledger) -> None:
     planner = planning(ledger, steps=50, rollouts={"max_in_flight": 1000})
     assert planner.plan()
-    assert ledger.number("rollouts_planned") == AT_ONCE
+    assert ledger.state.rollouts_planned == AT_ONCE
     plan_all(planner)
-    assert ledger.number("rollouts_planned") == 400
+    assert ledger.state.rollouts_planned == 400
 
 
 def test_a_piece_holds_whole_groups(ledger: Ledger) -> None:
     planner = planning(ledger, rollouts={"group_size": 2 * AT_ONCE, "max_in_flight": 3000})
     assert planner.plan()
-    assert ledger.number("groups_planned") == 1
+    assert ledger.state.groups_planned == 1
     plan_all(planner)
-    assert ledger.number("groups_planned") == 6
+    assert ledger.state.groups_planned == 6
 
 
 def test_a_group_that_was_dropped_is_replaced(ledger: Ledger) -> None:
@@ -65,14 +65,14 @@ def test_a_group_that_was_dropped_is_replaced(ledger: Ledger) -> None:
         ledger.move(rollout, RolloutState.FILTERED, reason="zero_variance")
     ledger.enter(dropped, GroupState.CLOSED)
     plan_all(planner)
-    assert ledger.number("groups_planned") == 7
+    assert ledger.state.groups_planned == 7
     assert len(ledger.groups) == 6
 
 
 def test_groups_of_an_open_step_are_not_counted_twice(ledger: Ledger) -> None:
     ledger.compose(0, [admitted(ledger), admitted(ledger)])
     plan_all(planning(ledger))
-    assert ledger.number("groups_planned") == 6
+    assert ledger.state.groups_planned == 6
 
 
 def test_a_batch_of_rollouts_replaces_what_partial_groups_lack(ledger: Ledger) -> None:
@@ -95,8 +95,8 @@ def test_a_batch_of_tokens_is_planned_by_how_long_groups_have_been(ledger: Ledge
     planner = planning(ledger, steps=1, batch={"unit": "tokens", "size": 900}, rollouts={"max_in_flight": 20})
     plan_all(planner)
     assert ledger.ungenerated == 20
-    ledger.set("groups_admitted:noop", 10)
-    ledger.set("tokens_admitted:noop", 1000)
+    ledger.state.environments["noop"].groups_admitted = 10
+    ledger.state.environments["noop"].tokens_admitted = 1000
     plan_all(planner)
     assert planner.groups_per_step() == 9
     assert len(ledger.groups) == 5
@@ -135,7 +135,7 @@ def test_examples_are_played_in_order_if_the_setting_says_so(ledger: Ledger) -> 
 
 def test_an_epoch_keeps_the_order_that_it_began_with(ledger: Ledger) -> None:
     """With another sampler, the run was in the middle of an epoch."""
-    ledger.set("begun:noop", 7)
+    ledger.state.environments["noop"].begun = 7
     plan_all(planning(ledger, examples=10, steps=6))
     assert played(ledger)[:3] == [7, 8, 9]
     assert played(ledger)[3:] != list(range(9))
@@ -165,7 +165,7 @@ def test_no_group_begins_after_the_last_epoch(ledger: Ledger) -> None:
 
 def test_environments_with_examples_left_take_the_place_of_those_without(ledger: Ledger) -> None:
     environments = {"few": {"use": "noop", "epochs": 1}, "noop": {"use": "noop"}}
-    ledger.set("examples:few", 2)
+    ledger.state.environments["few"].examples = 2
     planner = planning(ledger, steps=3, batch={"size": 4}, environments=environments)
     plan_all(planner)
     assert Counter(group.environment for group in ledger.groups.values()) == {"few": 2, "noop": 6}
@@ -191,7 +191,7 @@ def test_no_group_begins_before_its_environment_is_surveyed(ledger: Ledger) -> N
     assert [job.stage for job in ledger.jobs.values()] == ["survey"] * 2
     plan_all(planner)
     assert not ledger.groups
-    ledger.set("examples:maths", 10)
+    ledger.state.environments["maths"].examples = 10
     plan_all(planner)
     assert [group.environment for group in ledger.groups.values()] == ["maths"] * 9
 
@@ -200,18 +200,18 @@ def test_a_batch_of_tokens_is_planned_by_the_lengths_of_each_environment(ledger:
     environments = {"maths": {"use": "noop"}, "noop": {"use": "noop"}}
     planner = planning(ledger, steps=1, batch={"unit": "tokens", "size": 1000}, environments=environments)
     for name, tokens in (("maths", 500), ("noop", 50)):
-        ledger.set(f"examples:{name}", 10)
-        ledger.set(f"groups_admitted:{name}", 1)
-        ledger.set(f"tokens_admitted:{name}", tokens)
+        ledger.state.environments[name].examples = 10
+        ledger.state.environments[name].groups_admitted = 1
+        ledger.state.environments[name].tokens_admitted = tokens
     plan_all(planner)
     assert Counter(group.environment for group in ledger.groups.values()) == {"maths": 1, "noop": 10}
 
 
 def test_a_run_that_drops_everything_stops_with_what_to_check(ledger: Ledger) -> None:
     planner = planning(ledger, batch={"max_empty_batches": 5})
-    ledger.set("dropped_in_a_row", 9)
+    ledger.state.dropped_in_a_row = 9
     planner.plan()
-    ledger.set("dropped_in_a_row", 10)
+    ledger.state.dropped_in_a_row = 10
     causes = planner._pipeline.causes
     causes.dropped("zero_variance", 36, [0.0] * 36)
     causes.dropped("overlong", 4, [0.5] * 4)
@@ -233,7 +233,7 @@ def stored(ledger: Ledger, size: int) -> None:
 def test_a_full_store_stops_planning_until_a_step_is_released(ledger: Ledger) -> None:
     config = configured(trainer={"max_steps_ahead": "unlimited"}, max_store_gb=1.0)
     trainer = Trainer(config, ledger)
-    ledger.set("examples:noop", 1000)
+    ledger.state.environments["noop"].examples = 1000
     planner = Planner(config, ledger, trainer, pipeline_of(config, ledger))
     stored(ledger, 10**9 // 8)
     stored(ledger, 10**9 // 8)
@@ -243,7 +243,7 @@ def test_a_full_store_stops_planning_until_a_step_is_released(ledger: Ledger) ->
     assert planner.trouble is None, "the trainer's files were not read yet"
     trainer.state = TrainerState(acked=-1)
     assert re.search(r"1\.0 GB of 1 \(max_store_gb\).*step 0: .*reader\.ack\(step\)", planner.trouble or "")
-    ledger.increment("delivered_bytes", -(10**9))
+    ledger.state.delivered_bytes += -(10**9)
     assert planner.trouble is None
     plan_all(planner)
     assert len(ledger.groups) == 4
@@ -263,7 +263,7 @@ def test_a_store_full_of_kept_columns_still_gets_the_next_step(ledger: Ledger) -
     trainer = Trainer(config, ledger)
     trainer.state = TrainerState(acked=-1)
     planner = Planner(config, ledger, trainer, pipeline_of(config, ledger))
-    ledger.set("examples:noop", 1000)
+    ledger.state.environments["noop"].examples = 1000
     for _ in range(2):
         stored(ledger, 10**9 // 8)
     ledger.deliver(ledger.compose(0, list(ledger.groups.values())))
@@ -278,7 +278,7 @@ def test_dropped_rollouts_do_not_count_as_stored(ledger: Ledger) -> None:
     stored(ledger, 100)
     (group,) = ledger.groups.values()
     ledger.drop(group.rollouts[0], "stale")
-    assert ledger.number("open_bytes") == 300
+    assert ledger.state.open_bytes == 300
     assert ledger.unwanted_blobs == [f"rollouts/{group.id}-0"]
 
 

@@ -35,7 +35,7 @@ class Run:
 
     def compose(self, *, policy_error: str | None = None) -> BatchRecord:
         """`policy_error`: of every rollout of the second group."""
-        step = self.ledger.number("steps_delivered")
+        step = self.ledger.state.steps_delivered
         self.metrics.composed()
         groups = [admitted(self.ledger), admitted(self.ledger, policy_error=policy_error)]
         return self.ledger.compose(step, groups)
@@ -132,7 +132,7 @@ def test_the_lines_of_a_lost_ledger_come_from_the_manifests(tmp_path: Path) -> N
         lost.ledger.close()
         lost.config.ledger_path.unlink()
         rebuilt = Run(tmp_path)
-        rebuilt.ledger.set("steps_delivered", 1)
+        rebuilt.ledger.state.steps_delivered = 1
         await rebuilt.metrics.write()
         await rebuilt.deliver(rebuilt.compose())
         await rebuilt.metrics.write()
@@ -146,18 +146,18 @@ def test_the_lines_of_a_lost_ledger_come_from_the_manifests(tmp_path: Path) -> N
 def test_a_line_counts_since_the_last_one_across_a_restart(tmp_path: Path) -> None:
     async def main() -> None:
         first = Run(tmp_path)
-        first.ledger.add_duration("play", 2.0)
-        first.ledger.add_duration("play", 4.0)
+        first.ledger.state.stages["play"].settle(2.0)
+        first.ledger.state.stages["play"].settle(4.0)
         await first.deliver(first.compose())
         dropped = generated(first.ledger)
         for rollout in dropped.rollouts:
             first.ledger.drop(rollout, "gibberish")
         first.ledger.enter(dropped, GroupState.CLOSED)
-        first.ledger.add_duration("play", 1.0)
+        first.ledger.state.stages["play"].settle(1.0)
         await first.ledger.committed()
         first.ledger.close()
         resumed = Run(tmp_path)
-        resumed.ledger.add_duration("play", 2.0)
+        resumed.ledger.state.stages["play"].settle(2.0)
         await resumed.deliver(resumed.compose())
         await resumed.metrics.write()
         resumed.ledger.close()
@@ -239,7 +239,7 @@ def test_lines_that_cannot_be_written_for_long_fill_neither_memory_nor_ledger(
         run = Run(tmp_path)
         for _ in range(4):
             await run.deliver(run.compose())
-        unwritten = str(run.ledger.meta[metrics.UNWRITTEN]).splitlines()
+        unwritten = [row.line for row in run.ledger.state.metrics_lines.values()]
         assert [json.loads(line)["step"] for line in unwritten] == [2, 3]
         assert await run.metrics.write()
         run.ledger.close()
@@ -253,7 +253,7 @@ def test_solved_groups_are_counted_before_filters(ledger: Ledger) -> None:
     group = generated(ledger)
     pipeline_of(configured(), ledger).advance(group)
     assert group.state == "filter"
-    assert ledger.number("solved_mixed:noop") == 1
+    assert ledger.state.environments["noop"].solved["mixed"] == 1
 
 
 @pytest.fixture

@@ -12,8 +12,6 @@ from headpond.batches.signals import PublishedPolicy
 from headpond.engines.replicas.control import WeightLabel
 from headpond.errors import RunError
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.ledger.rows import START
-from headpond.orchestrator.planning.composer import COMPOSED_STEP, COMPOSED_VERSION
 from headpond.orchestrator.serving.replica_watch import ReplicaWatch
 from headpond.orchestrator.trainer import Trainer
 
@@ -31,7 +29,7 @@ class Scene:
 
     def publish(self, version: int) -> None:
         self.trainer.state = TrainerState(policy=PublishedPolicy(version=version, weights=None))
-        self.ledger.set("policy_version", version)
+        self.ledger.state.policy_version = version
 
     def say(self, *labels: str | None, after_s: float = 0.0) -> None:
         """Answers of the first replicas, judged some seconds later."""
@@ -105,7 +103,7 @@ def test_weights_that_were_not_loaded_completely_serve_nothing(ledger: Ledger, l
 def test_what_replicas_say_before_the_first_publication_is_the_start_version(ledger: Ledger) -> None:
     scene = Scene(ledger)
     scene.say("default", "12")
-    assert ledger.number("policy_version") == ledger.number(START) == 12
+    assert ledger.state.policy_version == ledger.state.start_version == 12
     assert "the run starts with version 12" in str(scene.watch.notes)
     scene.say("12", "12", after_s=1)
     assert scene.watch.least_version == 12
@@ -116,9 +114,9 @@ def test_what_replicas_say_before_the_first_publication_is_the_start_version(led
 def test_what_a_trainer_loads_before_its_first_publication_is_no_start_version(ledger: Ledger) -> None:
     scene = Scene(ledger)
     scene.say("default", "default")
-    ledger.set("steps_delivered", 1)
+    ledger.state.steps_delivered = 1
     scene.say("1", "default", after_s=1)
-    assert (ledger.number("policy_version"), ledger.number(START), scene.watch.notes) == (1, 0, [])
+    assert (ledger.state.policy_version, ledger.state.start_version, scene.watch.notes) == (1, 0, [])
 
 
 def test_weights_of_another_run_stop_this_one(ledger: Ledger) -> None:
@@ -168,10 +166,10 @@ def test_strict_rollouts_begin_when_every_replica_has_the_new_version(ledger: Le
     scene = Scene(ledger, trainer={"max_steps_ahead": 0})
     scene.say("default", "default")
     assert scene.watch.may_begin(0)
-    ledger.set(COMPOSED_STEP, 0)
-    ledger.set(COMPOSED_VERSION, 0)
+    ledger.state.composed_step = 0
+    ledger.state.composed_version = 0
     assert scene.watch.may_begin(0), "the step may be formed again"
-    ledger.set("steps_delivered", 1)
+    ledger.state.steps_delivered = 1
     assert not scene.watch.may_begin(1)
     scene.publish(1)
     scene.say("1", "default", after_s=1)
@@ -187,7 +185,7 @@ def test_strict_rollouts_begin_when_every_replica_has_the_new_version(ledger: Le
 
 def test_announced_versions_are_not_waited_for(ledger: Ledger) -> None:
     scene = Scene(ledger, trainer={"max_steps_ahead": 0}, engine={"versions": "announced"})
-    ledger.set("steps_delivered", 1)
+    ledger.state.steps_delivered = 1
     assert not scene.watch.may_begin(1)
     scene.publish(1)
     assert scene.watch.may_begin(1)

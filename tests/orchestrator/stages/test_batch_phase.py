@@ -139,4 +139,4 @@ def test_advantages_and_state_of_an_open_step_survive_a_restart(scene: Scene, le
     assert scene.batch.batch_phase_id not in restored.jobs
     ledger.deliver(scene.batch)
     asyncio.run(ledger.committed())
-    assert restore.read(tmp_path / "ledger.sqlite").meta["estimator_state"] == '{"b": 1}'
+    assert restore.read(tmp_path / "ledger.sqlite").state.last_step.estimator_state == '{"b": 1}'

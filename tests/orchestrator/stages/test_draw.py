@@ -18,10 +18,11 @@ class Sampled(Examples):
     """The examples of an environment with a sampler, and its draws."""
 
     def __init__(self, ledger: Ledger, *, size: int = 100, **settings: Any) -> None:
-        ledger.set("examples:noop", size)
+        ledger.state.environments["noop"].examples = size
         environment = {"use": "noop", "sampler": "my_package:Mine"} | settings
         config = configured(environments={"noop": environment})
         super().__init__(config, ledger)
+        self.ledger = ledger
         self.draw = pipeline_of(config, ledger).draw
 
     def begin(self, groups_per_step: int) -> None:
@@ -29,7 +30,7 @@ class Sampled(Examples):
 
     def inputs(self) -> DrawInputs:
         """Of the open draw."""
-        return asyncio.run(self.draw.inputs(draw_job(self._ledger)))
+        return asyncio.run(self.draw.inputs(draw_job(self.ledger)))
 
 
 def draw_job(ledger: Ledger) -> JobRecord:
@@ -77,7 +78,7 @@ def test_nothing_is_drawn_before_the_survey_nor_beyond_the_last_epoch(ledger: Le
     examples = Sampled(ledger, size=0, epochs=2)
     examples.begin(40)
     assert not ledger.jobs
-    ledger.set("examples:noop", 10)
+    ledger.state.environments["noop"].examples = 10
     examples.begin(40)
     assert examples.inputs().count == 20
     drawn(ledger, examples, *[3] * 20)

@@ -213,7 +213,7 @@ def test_results_of_a_worker_that_does_not_match_are_not_used_and_the_worker_is_
 
 def test_a_job_of_an_earlier_start_may_be_settled_with_its_settings(url: str, tmp_path: Path, ledger: Ledger) -> None:
     scene = Scene(url, ledger)
-    scene.attendance = Attendance(CONFIG, Broker(url), first_sequence=ledger.number("sequence"))
+    scene.attendance = Attendance(CONFIG, Broker(url), first_sequence=ledger.state.sequence)
     scene.replies = Replies(CONFIG, ledger, pipeline_of(CONFIG, ledger, scene.gates), scene.attendance)
     scene.reply("old@host", Outcome.DONE, settings="of the earlier start")
     assert scene.group.rollouts[0].state is RolloutState.GENERATED
