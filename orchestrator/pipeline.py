@@ -123,7 +123,7 @@ class Pipeline:
         """Count what the group adds to the loss."""
         rollouts = group.of(RolloutState.ADMITTED)
         masked = sum(rollout.masked for rollout in rollouts)
-        matched = lambda name: self._ledger.state.filters[name].matched  # noqa: E731
+        matched = self._ledger.state.matched
         masked_by = masking(self._config.filters, matched, group=group.masked) if masked else ""
         equal = len({rollout.result.reward for rollout in rollouts if rollout.result}) == 1
         credited = any(rollout.advantage or (rollout.result and rollout.result.credit) for rollout in rollouts)

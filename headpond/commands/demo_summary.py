@@ -39,7 +39,7 @@ def collect(settings: RunConfig, run: LocalRun, *, seconds: float) -> dict[str, 
             paths["rollouts"] = Path(store.location(jsonl.key))
     paths |= {"metrics": directory / curve.METRICS, "report": write_report([directory])}
     with schema.reading(run_json.ledger_path(directory)) as connection:
-        routed_experts_bytes = queries.routed_experts_bytes(connection)
+        routed_experts_bytes = queries.run_state(connection).experts_bytes
     return {
         "ended": run.stopped_by or (DONE if run.status["phase"] == DONE else "the orchestrator was stopped"),
         "seconds": round(seconds, 1),

@@ -38,8 +38,8 @@ def dead(directory: Path) -> dict[str, Any]:
         "rollouts": rollouts,
         "quarantined": [
             {"environment": environment, "example": example, "error": row.error}
-            for environment, rows in sorted(state.quarantined.items())
-            for example, row in rows.items()
+            for environment, rows in sorted(state.environments.items())
+            for example, row in rows.quarantined.items()
         ],
         "put_back": max([state.retried_group, *_requested(directory)]),
     }

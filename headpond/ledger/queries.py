@@ -254,11 +254,6 @@ def delivered_files(connection: sqlite3.Connection, run: str, groups: Collection
         yield DeliveredFiles(rollout, step, *keys)
 
 
-def routed_experts_bytes(connection: sqlite3.Connection) -> int:
-    """Bytes of routed experts that all settled rollouts wrote, those that were filtered later included."""
-    return run_state(connection).experts_bytes
-
-
 # open records: what a resumed orchestrator reads
 
 

@@ -60,6 +60,7 @@ PRAGMA temp_store = MEMORY;
 {archive.CLOSING};
 """
 CREATE = f"BEGIN; {TABLES} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
+# In this order in each transaction: a step may be dissolved and composed again between two commits.
 STATEMENTS = {
     "rollouts": "INSERT OR REPLACE INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
     "groups": "INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?)",

@@ -4,28 +4,27 @@
 changed, and the ledger writes changed rows with the next commit. Large values have rows of their own.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import orjson
 
-Key = tuple[str, str, int]
-"""of a row: the attribute of `RunState` with its table ("run" for that itself), its name, its number"""
 Row = tuple[str | int | float | None, ...]
 Values = dict[str, float]
+Solved = Literal["all", "none", "mixed"]
+Changed = dict[Row, "StateRow | None"]
+"""(table, name, number) of a row -> the row to write; None: delete it"""
 RELEASED = ("experts_released", "columns_released", "jsonl_released", "manifests_released")
 """kinds of files of a step that are released"""
-Solved = Literal["all", "none", "mixed"]
 
 
 @dataclass(kw_only=True)
 class StateRow:
-    _key: ClassVar[Key] = ("", "", 0)
-    _changed: ClassVar["dict[Key, StateRow | None] | None"] = None
-    """rows to write; None: a row to delete"""
+    _key: ClassVar[Row | None] = None
+    _changed: ClassVar[Changed]
 
-    def attach(self, key: Key, changed: "dict[Key, StateRow | None]") -> None:
+    def attach(self, key: Row, changed: Changed) -> None:
         self.__dict__.update(_key=key, _changed=changed)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -33,81 +32,52 @@ class StateRow:
         self.touch()
 
     def touch(self) -> None:
-        if self._changed is not None:
+        """Write this row with the next commit."""
+        if self._key:
             self._changed[self._key] = self
-
-    def delete(self) -> None:
-        """The caller has taken it out of its table."""
-        if self._changed is not None:
-            self._changed[self._key] = None
 
     def content(self) -> str:
         return orjson.dumps({each.name: getattr(self, each.name) for each in fields(self)}).decode()
 
 
-K = TypeVar("K")
-V = TypeVar("V")
+K = TypeVar("K", str, int)
 R = TypeVar("R", bound=StateRow)
 
 
-class Rows(dict[K, V], Generic[K, V]):
-    """Rows by name or by number. Reading a missing one makes it; it is written when it is changed."""
+class Rows(dict[K, R], Generic[K, R]):
+    """Rows by name, or of one name by number. Reading a missing one makes it; it is written when it is changed."""
 
-    def __init__(self, make: Callable[[K], V]) -> None:
+    def __init__(self, row: type[R], changed: Changed, *place: str) -> None:
         super().__init__()
-        self._make = make
+        self._row = row
+        self._changed = changed
+        self._place = place
 
-    def __missing__(self, key: K) -> V:
-        row = self[key] = self._make(key)
+    def __missing__(self, key: K) -> R:
+        row = self[key] = self._row()
+        row.attach(self._key(key), self._changed)
         return row
 
+    def forget(self, key: K) -> None:
+        """Delete the row with the next commit."""
+        if self.pop(key, None):
+            self._changed[self._key(key)] = None
 
-@dataclass(kw_only=True)
-class EnvironmentState(StateRow):
-    examples: int | None = None
-    """None until it is surveyed"""
-    scores_groups: bool = False
-    begun: int = 0
-    """groups; with the sampler `uniform`, the position in the environment's order"""
-    order: str | None = None
-    """of the present epoch"""
-    drawn_begun: int = 0
-    """how many of `SamplerState.drawn` have begun"""
-    data_ended: bool = False
-    """whether the sampler has drawn nothing"""
-    draw_job: str | None = None
-    """the open draw; a repeated attempt asks for the same"""
-    draw_count: int = 0
-    """examples that the open draw asks for"""
-    draw_until: int = 0
-    """ended groups that the open draw reports"""
-    groups_ended: int = 0
-    groups_reported: int = 0
-    """ended groups that the sampler has received"""
-    groups_admitted: int = 0
-    tokens_admitted: int = 0
-    played: int = 0
-    """rollouts that reached the filters"""
-    played_reward: float = 0.0
-    """sum of their rewards"""
-    solved: dict[Solved, int] = field(default_factory=dict[Solved, int])
-    """groups that reached the filters"""
+    def _key(self, key: K) -> Row:
+        return (*self._place, key, 0)[:3]
 
 
 @dataclass(kw_only=True)
 class SamplerState(StateRow):
-    state: str | None = None
-    """after the last draw: text that only `headpond.data` reads"""
-    drawn: list[int] = field(default_factory=list[int])
-    """examples that the last draw left to begin"""
+    state: str | None = None  # after the last draw: text that only `headpond.data` reads
+    drawn: list[int] = field(default_factory=list[int])  # examples that the last draw left to begin
 
 
 @dataclass(kw_only=True)
 class EndedGroup(StateRow):
     """A group that its sampler receives with the next draw."""
 
-    ordinal: int = -1
-    """among the ended groups of its environment"""
+    ordinal: int = -1  # among the ended groups of its environment
     example: int = 0
     rewards: list[float] = field(default_factory=list[float])
     dropped: str | None = None
@@ -116,16 +86,14 @@ class EndedGroup(StateRow):
 @dataclass(kw_only=True)
 class ExampleDeaths(StateRow):
     number: int = 0
-    generated: int | None = None
-    """rollouts generated by the run at the last death that counts"""
+    generated: int | None = None  # rollouts generated by the run at the last death that counts
 
 
 @dataclass(kw_only=True)
 class Quarantined(StateRow):
     """An example that is not played again until `headpond dead --retry`."""
 
-    error: str = ""
-    """of its last death"""
+    error: str = ""  # of its last death
 
 
 @dataclass(kw_only=True)
@@ -134,23 +102,45 @@ class PlayedAgain(StateRow):
 
 
 @dataclass(kw_only=True)
+class EnvironmentState(StateRow):
+    examples: int | None = None  # None until it is surveyed
+    scores_groups: bool = False
+    begun: int = 0  # groups; with the sampler `uniform`, the position in the environment's order
+    order: str | None = None  # of the present epoch
+    drawn_begun: int = 0  # how many of `SamplerState.drawn` have begun
+    data_ended: bool = False  # whether the sampler has drawn nothing
+    draw_job: str = ""  # the last draw; a repeated attempt asks for the same
+    draw_count: int = 0  # examples that it asks for
+    draw_until: int = 0  # ended groups that it reports
+    groups_ended: int = 0
+    groups_reported: int = 0  # ended groups that the sampler has received
+    groups_admitted: int = 0
+    tokens_admitted: int = 0
+    played: int = 0  # rollouts that reached the filters
+    played_reward: float = 0.0  # sum of their rewards
+    solved: dict[Solved, int] = field(default_factory=dict[Solved, int])  # groups that reached the filters
+
+    def attach(self, key: Row, changed: Changed) -> None:
+        name = str(key[1])
+        self.ended_groups = Rows[int, EndedGroup](EndedGroup, changed, "ended_groups", name)  # by position
+        self.deaths = Rows[int, ExampleDeaths](ExampleDeaths, changed, "deaths", name)  # by example
+        self.quarantined = Rows[int, Quarantined](Quarantined, changed, "quarantined", name)
+        self.again = Rows[int, PlayedAgain](PlayedAgain, changed, "again", name)
+        super().attach(key, changed)
+
+
+@dataclass(kw_only=True)
 class EvaluationPosition(StateRow):
-    version: int | None = None
-    """policy version at which it was last due"""
-    last: dict[str, Any] | None = None
-    """its last result"""
-    unreported: Values | None = None
-    """its result, if it ended since the last step"""
+    version: int | None = None  # policy version at which it was last due
+    last: dict[str, Any] | None = None  # its last result
+    unreported: Values | None = None  # its result, if it ended since the last step
 
 
 @dataclass(kw_only=True)
 class StageState(StateRow):
-    settled: int = 0
-    """jobs"""
-    seconds: float = 0.0
-    """of the executions that settled them"""
-    longest_s: float = 0.0
-    """of these since the last step"""
+    settled: int = 0  # jobs
+    seconds: float = 0.0  # of the executions that settled them
+    longest_s: float = 0.0  # of these since the last step
 
     def settle(self, seconds: float) -> None:
         self.settled += 1
@@ -166,12 +156,6 @@ class ReplicaState(StateRow):
 
 
 @dataclass(kw_only=True)
-class FilterState(StateRow):
-    matched: int = 0
-    """rollouts"""
-
-
-@dataclass(kw_only=True)
 class MetricsLine(StateRow):
     """A line that metrics.jsonl may not have yet."""
 
@@ -183,92 +167,65 @@ class LastStep(StateRow):
     """What the last delivered step left to the next one."""
 
     estimator_state: str | None = None
-    counted: Values = field(default_factory=Values)
-    """the run's counters when it was delivered"""
+    counted: Values = field(default_factory=Values)  # the run's counters when it was delivered
 
 
 @dataclass(kw_only=True)
 class RunState(StateRow):
-    epoch: int = 0
-    """starts of an orchestrator"""
-    sequence: int = 0
-    """submissions of jobs"""
-    position: str = "0-0"
-    """id of the last applied reply in its stream"""
+    epoch: int = 0  # starts of an orchestrator
+    sequence: int = 0  # submissions of jobs
+    position: str = "0-0"  # id of the last applied reply in its stream
     # planning
     groups_planned: int = 0
     rollouts_planned: int = 0
     draws: int = 0
-    dropped_in_a_row: int = 0
-    """groups since the last one was admitted"""
+    dropped_in_a_row: int = 0  # groups since the last one was admitted
     last_death: list[Any] | None = None
     """[environment, example, rollouts generated by the run] of the last rollout that died"""
-    retried_group: int = 0
-    """dead rollouts of groups up to this ordinal have been put back"""
+    retried_group: int = 0  # dead rollouts of groups up to this ordinal have been put back
     # results
     rollouts_generated: int = 0
     tokens_generated: int = 0
     groups_dropped: int = 0
     groups_admitted: int = 0
+    matched: dict[str, int] = field(default_factory=dict[str, int])  # filter -> rollouts
     fenced: int = 0
     replies_refused: int = 0
     open_bytes: int = 0
     delivered_bytes: int = 0
-    experts_bytes: int = 0
-    """of routed experts that all settled rollouts wrote, those that were filtered later included"""
+    experts_bytes: int = 0  # of routed experts that all settled rollouts wrote, those that were filtered later included
     # steps
     formation: int = 0
     failed_formations: int = 0
     composed_step: int = 0
-    composed_version: int = 0
-    """policy version when `composed_step` was composed"""
+    composed_version: int = 0  # policy version when `composed_step` was composed
     steps_delivered: int = 0
     released: dict[str, int] = field(default_factory=lambda: dict.fromkeys(RELEASED, 0))
     """the first step whose files of one kind are still there"""
     # weights
     policy_version: int = 0
     policy_published: bool = False
-    start_version: int = 0
-    """of the weights that the engine had before the first step"""
-    least_version: int = 0
-    """of the weights that may serve"""
-    version_reported: bool = False
-    """whether a replica ever reported a published version"""
+    start_version: int = 0  # of the weights that the engine had before the first step
+    least_version: int = 0  # of the weights that may serve
+    version_reported: bool = False  # whether a replica ever reported a published version
     abandoned_versions: list[int] = field(default_factory=list[int])
     """numbers that the trainer gave up while a replica still has their weights"""
     # evaluations
     evaluations: int = 0
     evaluations_finished: int = 0
-    evaluation_rollouts: dict[str, int] = field(default_factory=dict[str, int])
-    """by state, and all that were planned"""
+    evaluation_rollouts: dict[str, int] = field(default_factory=dict[str, int])  # by state, and all that were planned
 
     def __post_init__(self) -> None:
-        self.changed: dict[Key, StateRow | None] = {}
-        self.environments = self._by_name("environments", EnvironmentState)
-        self.samplers = self._by_name("samplers", SamplerState)
-        self.evaluated = self._by_name("evaluated", EvaluationPosition)
-        self.stages = self._by_name("stages", StageState)
-        self.replicas = self._by_name("replicas", ReplicaState)
-        self.filters = self._by_name("filters", FilterState)
-        self.metrics_lines = self._by_name("metrics_lines", MetricsLine)  # by step
-        # environment -> example, or position in the history
-        self.ended_groups = self._by_number("ended_groups", EndedGroup)
-        self.deaths = self._by_number("deaths", ExampleDeaths)
-        self.quarantined = self._by_number("quarantined", Quarantined)
-        self.again = self._by_number("again", PlayedAgain)
-        self.last_step = self._new(LastStep, "last_step")
+        self.changed: Changed = {}
+        self.environments = Rows[str, EnvironmentState](EnvironmentState, self.changed, "environments")
+        self.samplers = Rows[str, SamplerState](SamplerState, self.changed, "samplers")
+        self.evaluated = Rows[str, EvaluationPosition](EvaluationPosition, self.changed, "evaluated")
+        self.stages = Rows[str, StageState](StageState, self.changed, "stages")
+        self.replicas = Rows[str, ReplicaState](ReplicaState, self.changed, "replicas")
+        self.metrics_lines = Rows[str, MetricsLine](MetricsLine, self.changed, "metrics_lines")  # by step
+        self.last_step = LastStep()
+        self.last_step.attach(("last_step", "", 0), self.changed)
         self.attach(("run", "", 0), self.changed)
-
-    def _by_name(self, kind: str, row: type[R]) -> Rows[str, R]:
-        return Rows(lambda name: self._new(row, kind, name))
-
-    def _by_number(self, kind: str, row: type[R]) -> Rows[str, Rows[int, R]]:
-        return Rows(lambda name: Rows(lambda number: self._new(row, kind, name, number)))
-
-    def _new(self, row: type[R], kind: str, name: str = "", number: int = 0) -> R:
-        made = row()
-        made.attach((kind, name, number), self.changed)
-        return made
 
     def take_changes(self) -> tuple[list[Row], list[Row]]:
         """The rows to write and the keys of those to delete, since the last call."""
@@ -281,8 +238,10 @@ class RunState(StateRow):
     def of_rows(cls, rows: Iterable[tuple[str, str, int, str]]) -> "RunState":
         state = cls()
         for kind, name, number, content in rows:
-            row: Any = state if kind == "run" else getattr(state, kind)
-            for key in (name, number):
-                row = row[key] if isinstance(row, Rows) else row
+            row: Any = state if kind == "run" else getattr(state, kind, None)
+            if row is None:
+                row = getattr(state.environments[name], kind)[number]
+            elif isinstance(row, Rows):
+                row = row[name]
             row.__dict__.update(orjson.loads(content))
         return state

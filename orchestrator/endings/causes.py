@@ -4,7 +4,7 @@ admitted, to stop a run that gets nothing, and over the last endings, to show wh
 import math
 import re
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -36,7 +36,7 @@ ADVICE = "Fix its cause, restart the workers if their code or settings changed, 
 VARYING = re.compile(r"0x[0-9a-f]+|\b[0-9a-f]{8,}\b|\d+")
 
 
-def masking(settings: FilterSettings, matched: Callable[[str], int], *, group: bool) -> str:
+def masking(settings: FilterSettings, matched: Container[str], *, group: bool) -> str:
     """The filters that have masked rollouts, as the configuration names them: those of the group, or those of single
     rollouts that have matched some."""
     if group:
@@ -44,8 +44,8 @@ def masking(settings: FilterSettings, matched: Callable[[str], int], *, group: b
         own = {f"custom_groups.{name}": each.mode for name, each in settings.custom_groups.items()}
     else:
         names = ("gibberish", "repetition", "overlong", "stale")
-        modes = {name: getattr(settings, name).mode for name in names if matched(name)}
-        own = {f"custom.{name}": each.mode for name, each in settings.custom.items() if matched(name)}
+        modes = {name: getattr(settings, name).mode for name in names if name in matched}
+        own = {f"custom.{name}": each.mode for name, each in settings.custom.items() if name in matched}
     return ", ".join(f"filters.{name}" for name, mode in (modes | own).items() if mode is Mode.MASK)
 
 

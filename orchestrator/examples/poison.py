@@ -32,12 +32,11 @@ class Poison:
         name, example, generated = group.environment, group.example, self._state.rollouts_generated
         last_name, last_example, then = self._state.last_death or (name, example, generated)
         self._state.last_death = [name, example, generated]
-        deaths = self._state.deaths[name]
+        deaths = self._state.environments[name].deaths
         row = deaths[example]
         counts = generated != row.generated and ((last_name, last_example) == (name, example) or generated != then)
-        deaths.pop(example)
+        deaths.forget(example)
         if row.number + counts >= self._most:
-            row.delete()
             self._quarantine(name, example, row.number + counts, error)
         elif row.number + counts:
             row.number += counts
@@ -46,35 +45,36 @@ class Poison:
             _forget_oldest(deaths, DEATHS_MOST)
 
     def generated(self, group: GroupRecord) -> None:
-        _forget(self._state.deaths[group.environment], group.example)
+        self._state.environments[group.environment].deaths.forget(group.example)
 
     def is_poison(self, name: str, example: int) -> bool:
-        return example in self._state.quarantined[name]
+        return example in self._state.environments[name].quarantined
 
     def again(self, name: str) -> int:
         """Number of examples to be played before all others."""
-        return len(self._state.again[name])
+        return len(self._state.environments[name].again)
 
     def take_again(self, name: str) -> int:
-        first = next(iter(self._state.again[name]))
-        _forget(self._state.again[name], first)
+        again = self._state.environments[name].again
+        first = next(iter(again))
+        again.forget(first)
         return first
 
     def play_again(self, name: str, examples: Iterable[int]) -> None:
         """Lift their quarantine and play them first."""
-        again = self._state.again[name]
+        environment = self._state.environments[name]
         for example in examples:
-            if example not in again and len(again) < AGAIN_MOST:
-                again[example].touch()
-        for example in again:
-            _forget(self._state.quarantined[name], example)
-            _forget(self._state.deaths[name], example)
+            if example not in environment.again and len(environment.again) < AGAIN_MOST:
+                environment.again[example].touch()
+        for example in environment.again:
+            environment.quarantined.forget(example)
+            environment.deaths.forget(example)
 
     def notes(self, environments: Iterable[str]) -> list[str]:
         """The examples that are not played, for the status."""
         texts: list[str] = []
         for name in environments:
-            quarantined = self._state.quarantined[name]
+            quarantined = self._state.environments[name].quarantined
             for example, row in list(quarantined.items())[-NOTED_MOST:]:
                 texts.append(
                     f"example {example} of {name} is not played again until `headpond dead --retry`, because its "
@@ -85,7 +85,7 @@ class Poison:
         return texts
 
     def _quarantine(self, name: str, example: int, deaths: int, error: str) -> None:
-        quarantined = self._state.quarantined[name]
+        quarantined = self._state.environments[name].quarantined
         quarantined[example].error = shortened(error, ERROR_CHARACTERS)
         _forget_oldest(quarantined, POISON_MOST)
         self._ledger.event(f"{name}/{example}", "quarantined", f"{deaths} rollouts died, the last of: {error}")
@@ -94,11 +94,6 @@ class Poison:
         )
 
 
-def _forget(rows: Rows[int, Any], example: int) -> None:
-    if row := rows.pop(example, None):
-        row.delete()
-
-
 def _forget_oldest(rows: Rows[int, Any], most: int) -> None:
     if len(rows) > most:
-        _forget(rows, next(iter(rows)))
+        rows.forget(next(iter(rows)))

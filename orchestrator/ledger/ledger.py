@@ -15,6 +15,7 @@ from typing import Literal
 
 from headpond.errors import shortened
 from headpond.ids import GroupId, RolloutId, execution_of
+from headpond.ledger.schema import STATEMENTS
 from headpond.ledger.state_rows import RunState
 from headpond.ledger.states import FINISHED, UNGENERATED, BatchState, GroupState, JobState, RolloutState, check
 from headpond.orchestrator.ledger import restore
@@ -64,18 +65,13 @@ class Ledger:
         self.untrained: dict[int, int] = restored.untrained
         """delivered step -> its rollouts"""
         self._counts = Counts(self.states, self.reasons, restored.deaths)
-        self._forgotten_jobs: list[Row] = []
-        self._advantages: list[Row] = []
         self.evaluations: dict[int, EvaluationRecord] = restored.evaluations
         """open evaluations by number"""
-        self._dissolved: list[Row] = []
-        self._batched: list[Row] = []
-        self._delivered: list[Row] = []
-        self._trained: list[Row] = []
         self.unwanted_blobs: list[str] = []
         """keys of blobs to delete after the next commit"""
         self._changed: dict[int, tuple[str, AnyRecord]] = {}
-        self._events: list[Row] = []
+        self._rows = defaultdict[str, list[Row]](list)
+        """statement of the schema -> its rows, of what is no record in `_changed`"""
         self._last_commit: asyncio.Future[None] | None = None
 
     @property
@@ -83,7 +79,7 @@ class Ledger:
         return sum(self.states[state] for state in UNGENERATED)
 
     def event(self, subject: str, action: str, detail: str = "") -> None:
-        self._events.append((time.time(), self.state.steps_delivered, subject, action, detail))
+        self._rows["events"].append((time.time(), self.state.steps_delivered, subject, action, detail))
 
     # groups and rollouts
 
@@ -271,7 +267,7 @@ class Ledger:
         """Delete its row: those of groups stay until their group is archived."""
         self._remove(job)
         self._changed.pop(id(job), None)
-        self._forgotten_jobs.append((job.id,))
+        self._rows["forgotten_jobs"].append((job.id,))
 
     # batches
 
@@ -284,7 +280,7 @@ class Ledger:
         if final:
             self.set_advantages(batch, {rollout.id: rollout.advantage or 0.0 for rollout in admitted})
         self._enter_all(groups, GroupState.BATCHED)
-        self._batched += [(step, group.id) for group in groups]
+        self._rows["batched"] += [(step, group.id) for group in groups]
         self._move_all(admitted, RolloutState.BATCHED, step, old=RolloutState.ADMITTED)
         return batch
 
@@ -310,8 +306,8 @@ class Ledger:
     def dissolve(self, batch: BatchRecord) -> None:
         """Return its rollouts to admitted: the step will be formed again."""
         self._move_all(list(batch.rollouts()), RolloutState.ADMITTED, None, old=RolloutState.BATCHED)
-        self._batched = [row for row in self._batched if row[0] != batch.step]
-        self._dissolved += [(group.id,) for group in batch.groups]
+        self._rows["batched"] = [row for row in self._rows["batched"] if row[0] != batch.step]
+        self._rows["dissolved"] += [(group.id,) for group in batch.groups]
         self._enter_all(batch.groups, GroupState.ADMITTED)
         self._forget(batch)
 
@@ -323,11 +319,11 @@ class Ledger:
         # A batch phase has computed others than the groups' own, which a re-formed step would have needed.
         final = batch.advantages
         others = [rollout for rollout in rollouts if final.get(rollout.id, rollout.advantage) != rollout.advantage]
-        self._advantages += [(final[rollout.id], rollout.group, rollout.index) for rollout in others]
+        self._rows["advantages"] += [(final[rollout.id], rollout.group, rollout.index) for rollout in others]
         self.state.open_bytes -= batch.stored_bytes
         self.state.delivered_bytes += batch.stored_bytes
         self._move_all(rollouts, RolloutState.DELIVERED, batch.step, old=RolloutState.BATCHED)
-        self._delivered += [(group.id,) for group in batch.groups]
+        self._rows["delivered"] += [(group.id,) for group in batch.groups]
         self._enter_all(batch.groups, GroupState.CLOSED)
         for stage in self.state.stages.values():
             stage.longest_s = 0.0
@@ -343,7 +339,7 @@ class Ledger:
             rollouts = self.untrained.pop(step)
             self.states[RolloutState.DELIVERED] -= rollouts
             self.states[RolloutState.TRAINED] += rollouts
-            self._trained.append((step,))
+            self._rows["trained"].append((step,))
 
     def _forget(self, batch: BatchRecord) -> None:
         self.batches.pop(batch.step)
@@ -384,30 +380,14 @@ class Ledger:
 
     def commit_soon(self) -> None:
         """Hand every change so far to the writer as one transaction: between two slices of a long piece of work."""
-        changes: dict[str, list[Row]] = {}
+        rows, self._rows = self._rows, defaultdict(list)
         for table, record in self._changed.values():
-            changes.setdefault(table, []).append(record.row())
-        state, forgotten_state = self.state.take_changes()
-        # In this order, because a step may be dissolved and composed again between two commits.
-        rows = {
-            "state": state,
-            "forgotten_state": forgotten_state,
-            "events": self._events,
-            "counts": self._counts.changed(),
-            "forgotten_jobs": self._forgotten_jobs,
-            "dissolved": self._dissolved,
-            "batched": self._batched,
-            "advantages": self._advantages,
-            "delivered": self._delivered,
-            "trained": self._trained,
-        }
-        changes |= {name: some for name, some in rows.items() if some}
-        if not changes:
-            return
-        self._changed, self._events, self._trained = {}, [], []
-        self._dissolved, self._batched, self._delivered = [], [], []
-        self._forgotten_jobs, self._advantages = [], []
-        self._last_commit = self._writer.commit(changes)
+            rows[table].append(record.row())
+        self._changed = {}
+        rows["state"], rows["forgotten_state"] = self.state.take_changes()
+        rows["counts"] = self._counts.changed()
+        if changes := {name: rows[name] for name in STATEMENTS if rows[name]}:
+            self._last_commit = self._writer.commit(changes)
 
     def close(self) -> None:
         self._writer.close()

@@ -121,7 +121,7 @@ class Metrics:
             self._unwritten.pop(min(self._unwritten))
         lines[str(batch.step)].line = self._unwritten[batch.step]
         for step in [step for step in lines if int(step) not in self._unwritten]:
-            lines.pop(step).delete()
+            lines.forget(step)
         last_step.counted = totals
         self._changed.set()
 
@@ -256,7 +256,7 @@ def counters(ledger: Ledger) -> dict[str, float]:
         counts |= {f"settled:{name}": stage.settled, f"seconds:{name}": stage.seconds}
     for url, replica in state.replicas.items():
         counts |= {TOKENS + url: replica.tokens, SECONDS + url: replica.seconds, LOST + url: replica.lost_tokens}
-    return counts | {f"matched:{name}": each.matched for name, each in state.filters.items()}
+    return counts | {f"matched:{name}": number for name, number in state.matched.items()}
 
 
 def _delivered(ledger: Ledger) -> int:

@@ -28,11 +28,8 @@ class Draw(RunStage[draw.DrawResult]):
 
     def resume(self) -> None:
         """Ask samplers again that had ended or failed: their code or the data may have changed."""
-        drawing = {job.subject for job in self._ledger.jobs.values() if job.stage == self.name}
         for name in self._examples.sampled:
             self._state.environments[name].data_ended = False
-            if name not in drawing:
-                self._state.environments[name].draw_job = None
 
     def begin(self, groups_per_step: Callable[[], float]) -> None:
         """Add a job for every environment that has fewer examples drawn than a step may need."""
@@ -42,7 +39,8 @@ class Draw(RunStage[draw.DrawResult]):
         for name in self._examples.sampled:
             environment, ready = self._state.environments[name], len(self._examples.drawn(name))
             wanted = min(count, self._examples.left(name) - ready)
-            may_draw = self._examples.size(name) and not environment.draw_job and not self._examples.used_up(name)
+            is_drawing = environment.draw_job in self._ledger.jobs
+            may_draw = self._examples.size(name) and not is_drawing and not self._examples.used_up(name)
             if may_draw and ready < count and wanted > 0:
                 self._state.draws += 1
                 environment.draw_job = ids.draw_job(self._state.draws, name)
@@ -56,7 +54,7 @@ class Draw(RunStage[draw.DrawResult]):
         if name not in self._examples.sampled:
             return
         environment = self._state.environments[name]
-        row = self._state.ended_groups[name][environment.groups_ended % HISTORY_MOST]
+        row = environment.ended_groups[environment.groups_ended % HISTORY_MOST]
         row.ordinal = environment.groups_ended
         row.example = group.example
         row.rewards = [rollout.result.reward for rollout in group.rollouts if rollout.result]
@@ -82,8 +80,8 @@ class Draw(RunStage[draw.DrawResult]):
 
     def needed_inputs(self) -> Iterable[str]:
         for name in self._examples.sampled:
-            if job := self._state.environments[name].draw_job:
-                yield inputs.key(self._run, job)
+            if job := self._ledger.jobs.get(self._state.environments[name].draw_job):
+                yield self.key(job)
 
     def fits(self, job: JobRecord, result: draw.DrawResult) -> bool:
         return all(0 <= example < self._examples.size(job.subject) for example in result.examples)
@@ -95,7 +93,6 @@ class Draw(RunStage[draw.DrawResult]):
         environment.drawn_begun = 0
         environment.groups_reported = environment.draw_until
         environment.data_ended = not result.examples
-        environment.draw_job = None
 
     def died(self, job: JobRecord, why: str, error: str) -> None:
         sampler = self._config.environments[job.subject].sampler
@@ -105,8 +102,9 @@ class Draw(RunStage[draw.DrawResult]):
         )
 
     def _played(self, name: str, until: int) -> list[PlayedGroup]:
-        first = max(self._state.environments[name].groups_reported, until - HISTORY_MOST)
-        rows = [(number, self._state.ended_groups[name][number % HISTORY_MOST]) for number in range(first, until)]
+        environment = self._state.environments[name]
+        first = max(environment.groups_reported, until - HISTORY_MOST)
+        rows = [(number, environment.ended_groups[number % HISTORY_MOST]) for number in range(first, until)]
         return [
             PlayedGroup(example=row.example, rewards=tuple(row.rewards), dropped=row.dropped)
             for number, row in rows

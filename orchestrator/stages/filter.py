@@ -1,5 +1,7 @@
 """Filter: the verdicts of the token filters on a group's rollouts."""
 
+from collections import Counter
+
 from headpond.ledger.states import RolloutState
 from headpond.orchestrator.ledger.rows import GroupRecord
 from headpond.orchestrator.stage import GroupStage
@@ -19,8 +21,7 @@ class Filter(GroupStage[filtering.FilterResult]):
         super().enter(group)
 
     def apply(self, group: GroupRecord, result: filtering.FilterResult) -> str | None:
-        for name, rollouts in result.matched.items():
-            self._ledger.state.filters[name].matched += rollouts
+        self._ledger.state.matched = Counter(self._ledger.state.matched) + Counter(result.matched)
         for rollout in group.of(RolloutState.GENERATED):
             if rollout.id in result.dropped:
                 self._ledger.drop(rollout, result.dropped[rollout.id])

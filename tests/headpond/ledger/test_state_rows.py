@@ -29,9 +29,9 @@ def test_a_change_of_an_attribute_writes_one_row(connection: sqlite3.Connection)
     state.sequence += 1
     state.environments["maths"].examples = 10
     for slot in range(100):
-        state.ended_groups["maths"][slot].example = slot
+        state.environments["maths"].ended_groups[slot].example = slot
     assert write(connection, state) == 102
-    state.ended_groups["maths"][7].dropped = "stale"
+    state.environments["maths"].ended_groups[7].dropped = "stale"
     assert write(connection, state) == 1
     state.stages["play"].settle(2.0)
     state.stages["play"].settle(1.0)
@@ -39,7 +39,7 @@ def test_a_change_of_an_attribute_writes_one_row(connection: sqlite3.Connection)
     read = queries.whole_state(connection)
     assert read == state
     assert read.environments == state.environments
-    assert read.ended_groups == state.ended_groups
+    assert read.environments["maths"].ended_groups == state.environments["maths"].ended_groups
     assert (read.stages["play"].settled, read.stages["play"].longest_s) == (2, 2.0)
     assert write(connection, read) == 0
     connection.close()
@@ -48,7 +48,7 @@ def test_a_change_of_an_attribute_writes_one_row(connection: sqlite3.Connection)
 def test_rows_that_are_only_read_are_not_written(connection: sqlite3.Connection) -> None:
     state = RunState()
     assert state.environments["maths"].examples is None
-    assert 3 not in state.quarantined["maths"]
+    assert 3 not in state.environments["maths"].quarantined
     assert write(connection, state) == 0
     connection.close()
 
@@ -56,14 +56,14 @@ def test_rows_that_are_only_read_are_not_written(connection: sqlite3.Connection)
 def test_deleted_rows_are_gone_and_others_keep_the_order_of_writing(connection: sqlite3.Connection) -> None:
     state = RunState()
     for example in (5, 3, 9):
-        state.again["maths"][example].touch()
+        state.environments["maths"].again[example].touch()
     write(connection, state)
-    state.again["maths"].pop(3).delete()
+    state.environments["maths"].again.forget(3)
     write(connection, state)
-    state.again["maths"][3].touch()
+    state.environments["maths"].again[3].touch()
     write(connection, state)
-    assert list(queries.run_state(connection, "again").again["maths"]) == [5, 9, 3]
-    assert not queries.run_state(connection).again
+    assert list(queries.run_state(connection, "again").environments["maths"].again) == [5, 9, 3]
+    assert not queries.run_state(connection).environments
     connection.close()
 
 

@@ -93,7 +93,7 @@ def test_losses_are_what_a_run_waits_for_when_they_are_most_of_what_ends() -> No
 
 def test_rollouts_that_were_masked_by_earlier_settings_blame_no_filter() -> None:
     causes, settings = Causes(), FilterSettings.model_validate({"overlong": {"mode": "monitor"}})
-    causes.admitted(8, masked=8, masked_by=masking(settings, lambda _: 1, group=False))
+    causes.admitted(8, masked=8, masked_by=masking(settings, ["overlong"], group=False))
     assert (causes.untrained, causes.trouble) == (None, None)
     assert causes.recent()["masked"] == {"earlier settings": 8}
 
@@ -123,9 +123,9 @@ def test_a_run_whose_rollouts_are_all_masked_trains_nothing() -> None:
 def test_the_filters_that_mask_are_named_as_the_configuration_names_them() -> None:
     custom = {"mine": {"use": "a:b", "mode": "mask"}, "other": {"use": "a:c", "mode": "mask"}}
     settings = FilterSettings.model_validate({"custom": custom, "difficulty": {"mode": "mask"}})
-    matched = {"overlong": 3, "mine": 1, "gibberish": 2}.get
-    assert masking(settings, lambda name: matched(name, 0), group=False) == "filters.overlong, filters.custom.mine"
-    assert masking(settings, lambda name: matched(name, 0), group=True) == "filters.difficulty"
+    matched = {"overlong": 3, "mine": 1, "gibberish": 2}
+    assert masking(settings, matched, group=False) == "filters.overlong, filters.custom.mine"
+    assert masking(settings, matched, group=True) == "filters.difficulty"
 
 
 def test_groups_whose_rewards_are_all_equal_are_noted() -> None:

@@ -95,4 +95,4 @@ def test_the_examples_whose_deaths_are_counted_are_bounded(ledger: Ledger) -> No
     poison = Poison(config(), ledger)
     for example in range(2 * DEATHS_MOST):
         die(poison, ledger, example, 1)
-    assert list(ledger.state.deaths["noop"]) == list(range(DEATHS_MOST, 2 * DEATHS_MOST))
+    assert list(ledger.state.environments["noop"].deaths) == list(range(DEATHS_MOST, 2 * DEATHS_MOST))

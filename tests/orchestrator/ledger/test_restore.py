@@ -10,7 +10,7 @@ from support.stores import run_store
 
 from headpond.batches import Manifest, seal_manifest
 from headpond.ids import rollout_directory
-from headpond.ledger.state_rows import Rows, RunState
+from headpond.ledger.state_rows import Rows, StateRow
 from headpond.ledger.states import GroupState, JobState, RolloutState
 from headpond.orchestrator import run_dir
 from headpond.orchestrator.exchange.inputs import batch_plan
@@ -37,13 +37,13 @@ def written(path: Path, write: Callable[[Ledger], object]) -> Ledger:
     return asyncio.run(run())
 
 
-def state_contents(state: RunState) -> list[tuple[str, str]]:
+def state_contents(row: StateRow | Rows[Any, Any]) -> list[str]:
     """Every row that differs from a new one."""
-    tables = [(state, state.last_step)]
-    tables += [table.values() for table in vars(state).values() if isinstance(table, Rows)]
-    rows = [row for table in tables for row in table]
-    rows = [row for some in rows for row in (some.values() if isinstance(some, Rows) else [some])]
-    return sorted((type(row).__name__, row.content()) for row in rows if row != type(row)())
+    if isinstance(row, Rows):
+        return [content for each in row.values() for content in state_contents(each)]
+    inner = [each for each in vars(row).values() if isinstance(each, StateRow | Rows)]
+    own = [f"{type(row).__name__} {row.content()}"] if row != type(row)() else []
+    return sorted([*own, *(content for each in inner for content in state_contents(each))])
 
 
 def contents(ledger: Ledger | restore.Restored) -> dict[str, Any]:
