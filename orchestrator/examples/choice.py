@@ -27,20 +27,23 @@ class Examples:
     def ready(self, name: str) -> float:
         """Groups that may begin now."""
         drawn = math.inf if self.is_uniform(name) else len(self.drawn(name))
-        return self.poison.again(name) + min(self.left(name), drawn)
+        return len(self._state.environments[name].again) + min(self.left(name), drawn)
 
     def used_up(self, name: str) -> bool:
-        ended = self._state.environments[name].data_ended and not self.ready(name)
-        return self.size(name) > 0 and (ended or not self.left(name)) and not self.poison.again(name)
+        environment = self._state.environments[name]
+        ended = environment.data_ended and not self.ready(name)
+        return self.size(name) > 0 and (ended or not self.left(name)) and not environment.again
 
     def take(self, name: str) -> int | None:
         """The next example that is not in quarantine; None if there is none. Commit it with the group that plays it."""
-        if self.poison.again(name):
-            return self.poison.take_again(name)
+        environment = self._state.environments[name]
+        if environment.again:
+            environment.again.forget(first := next(iter(environment.again)))
+            return first
         for _ in range(self.size(name)):
             if not self.left(name) or not (self.is_uniform(name) or self.drawn(name)):
                 return None
-            if not self.poison.is_poison(name, example := self._take_next(name)):
+            if (example := self._take_next(name)) not in environment.quarantined:
                 return example
         raise RunError(
             f"every example of {name!r} is in quarantine, because its rollouts die: `headpond dead` says why. Fix it, "

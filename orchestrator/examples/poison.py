@@ -47,19 +47,6 @@ class Poison:
     def generated(self, group: GroupRecord) -> None:
         self._state.environments[group.environment].deaths.forget(group.example)
 
-    def is_poison(self, name: str, example: int) -> bool:
-        return example in self._state.environments[name].quarantined
-
-    def again(self, name: str) -> int:
-        """Number of examples to be played before all others."""
-        return len(self._state.environments[name].again)
-
-    def take_again(self, name: str) -> int:
-        again = self._state.environments[name].again
-        first = next(iter(again))
-        again.forget(first)
-        return first
-
     def play_again(self, name: str, examples: Iterable[int]) -> None:
         """Lift their quarantine and play them first."""
         environment = self._state.environments[name]

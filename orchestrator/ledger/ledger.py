@@ -16,11 +16,11 @@ from typing import Literal
 from headpond.errors import shortened
 from headpond.ids import GroupId, RolloutId, execution_of
 from headpond.ledger.schema import STATEMENTS
-from headpond.ledger.state_rows import RunState
 from headpond.ledger.states import FINISHED, UNGENERATED, BatchState, GroupState, JobState, RolloutState, check
 from headpond.orchestrator.ledger import restore
 from headpond.orchestrator.ledger.counts import Counts
-from headpond.orchestrator.ledger.evaluations import AnyRecord, EvaluationRecord
+from headpond.orchestrator.ledger.evaluations import AnyRecord
+from headpond.orchestrator.ledger.restore import Records
 from headpond.orchestrator.ledger.rows import (
     BatchRecord,
     GroupRecord,
@@ -35,12 +35,10 @@ from headpond.records.wire import Result
 from headpond.tasks.stage import Subject
 
 
-class Ledger:
+class Ledger(Records):
     def __init__(self, path: Path, *, keep_events_steps: int = KEEP_EVENTS_STEPS) -> None:
-        restored = restore.read(path)
+        super().__init__(**vars(restore.read(path)))
         self._writer = Writer(path, keep_events_steps=keep_events_steps)
-        self.groups: dict[str, GroupRecord] = restored.groups
-        """open groups, in the order of planning"""
         self._groups_in = defaultdict[str, dict[str, GroupRecord]](dict)
         self.unfinished = Counter[str]()
         """environment -> groups that a stage works on"""
@@ -49,24 +47,11 @@ class Ledger:
         for group in self.groups.values():
             self._groups_in[group.state][group.id] = group
             self._count([group], 1)
-        self.jobs: dict[str, JobRecord] = restored.jobs
-        """jobs that are neither settled nor dead, and the jobs of open batches"""
         self.job_counts = Counter((job.queue, job.state) for job in self.jobs.values())
         """(queue, state) -> jobs in `jobs`"""
-        self.batches: dict[int, BatchRecord] = restored.batches
-        """batches that are not delivered"""
-        self.state: RunState = restored.state
-        """counters and positions"""
         self.waiting: dict[str, JobRecord] = {id: job for id, job in self.jobs.items() if job.state is JobState.WAITING}
         """jobs to be submitted"""
-        self.states: Counter[RolloutState] = restored.states
-        self.reasons: Counter[str] = restored.reasons
-        """filtered rollouts by reason"""
-        self.untrained: dict[int, int] = restored.untrained
-        """delivered step -> its rollouts"""
-        self._counts = Counts(self.states, self.reasons, restored.deaths)
-        self.evaluations: dict[int, EvaluationRecord] = restored.evaluations
-        """open evaluations by number"""
+        self._counts = Counts(self.states, self.reasons, self.deaths)
         self.unwanted_blobs: list[str] = []
         """keys of blobs to delete after the next commit"""
         self._changed: dict[int, tuple[str, AnyRecord]] = {}

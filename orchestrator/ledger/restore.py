@@ -24,30 +24,38 @@ from headpond.tasks.stage import Subject, all_stages
 
 
 @dataclass(kw_only=True)
-class Restored:
-    """What a ledger holds in memory; see `Ledger` for each field."""
+class Records:
+    """What a ledger has in memory."""
 
     groups: dict[str, GroupRecord] = field(default_factory=dict[str, GroupRecord])
+    """open groups, in the order of planning"""
     jobs: dict[str, JobRecord] = field(default_factory=dict[str, JobRecord])
+    """jobs that are neither settled nor dead, and the jobs of open batches"""
     batches: dict[int, BatchRecord] = field(default_factory=dict[int, BatchRecord])
+    """batches that are not delivered"""
     state: RunState = field(default_factory=RunState)
+    """counters and positions"""
     states: Counter[RolloutState] = field(default_factory=Counter[RolloutState])
     reasons: Counter[str] = field(default_factory=Counter[str])
+    """filtered rollouts by reason"""
     deaths: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
+    """dead jobs by stage and error"""
     untrained: dict[int, int] = field(default_factory=dict[int, int])
+    """delivered step -> its rollouts"""
     evaluations: dict[int, EvaluationRecord] = field(default_factory=dict[int, EvaluationRecord])
+    """open evaluations by number"""
 
 
-def read(path: Path) -> Restored:
+def read(path: Path) -> Records:
     """Empty if there is no ledger yet."""
     if not path.exists():
-        return Restored()
+        return Records()
     with schema.reading(path) as connection:
         if not queries.has_tables(connection):
-            return Restored()
+            return Records()
         groups = _groups(connection)
         batches = _batches(connection, groups)
-        return Restored(
+        return Records(
             groups=groups,
             jobs=_jobs(connection, batches),
             batches=batches,

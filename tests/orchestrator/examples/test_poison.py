@@ -34,7 +34,7 @@ def test_an_example_is_skipped_after_its_deaths_while_others_are_generated(ledge
     (note,) = examples.poison.notes(["noop"])
     assert note.startswith("example 2 of noop is not played again until `headpond dead --retry`, because its rollouts")
     assert note.endswith("die: no such image")
-    assert Poison(config(), ledger).is_poison("noop", 2), "the ledger has it"
+    assert list(ledger.state.environments["noop"].quarantined) == [2]
 
 
 def test_in_an_outage_nothing_is_quarantined(ledger: Ledger) -> None:
@@ -69,7 +69,7 @@ def test_a_generated_rollout_ends_the_row_of_deaths(ledger: Ledger) -> None:
     for _ in range(10):
         die(poison, ledger, 0, DEATHS - 1)
         poison.generated(group(0))
-    assert not poison.is_poison("noop", 0)
+    assert not ledger.state.environments["noop"].quarantined
 
 
 def test_what_is_put_back_is_played_first_and_counts_from_zero(ledger: Ledger) -> None:

@@ -8,7 +8,6 @@ from support.ledgers import configured
 
 from headpond.config import RunConfig
 from headpond.inspection.dead import FOLDER
-from headpond.orchestrator.examples.poison import Poison
 from headpond.orchestrator.examples.retry_requests import RetryRequests
 from headpond.orchestrator.ledger.ledger import Ledger
 
@@ -28,8 +27,7 @@ def test_the_examples_of_a_request_are_played_again_and_its_file_is_deleted(ledg
     ledger.state.environments["noop"].examples = 4
     path = request(tmp_path, {"until": 7, "examples": {"noop": [2, 9, "x"], "other": [1]}})
     asyncio.run(RetryRequests(config(tmp_path), ledger).run_once())
-    poison = Poison(config(tmp_path), ledger)
-    assert [poison.take_again("noop") for _ in range(poison.again("noop"))] == [2]
+    assert list(ledger.state.environments["noop"].again) == [2]
     assert ledger.state.retried_group == 7
     assert not path.exists()
 
@@ -43,11 +41,11 @@ def test_a_request_whose_file_cannot_be_deleted_is_taken_once(
     ledger.state.environments["noop"].examples = 4
     request(tmp_path, {"until": 7, "examples": {"noop": [2]}})
     monkeypatch.setattr(Path, "unlink", refuse)
-    requests, poison = RetryRequests(config(tmp_path), ledger), Poison(config(tmp_path), ledger)
+    requests, again = RetryRequests(config(tmp_path), ledger), ledger.state.environments["noop"].again
     asyncio.run(requests.run_once())
-    assert poison.take_again("noop") == 2
+    again.forget(2)
     asyncio.run(requests.run_once())
-    assert poison.again("noop") == 0
+    assert not again
 
 
 @pytest.mark.parametrize("content", [[], {"until": 1}, {"until": "x", "examples": {}}, {"until": 1, "examples": 3}])
@@ -71,10 +69,10 @@ def test_a_disk_that_fails_does_not_end_the_run_and_the_request_is_taken_later(
 
     ledger.state.environments["noop"].examples = 4
     path = request(tmp_path, {"until": 7, "examples": {"noop": [2]}})
-    requests, poison = RetryRequests(config(tmp_path), ledger), Poison(config(tmp_path), ledger)
+    requests, again = RetryRequests(config(tmp_path), ledger), ledger.state.environments["noop"].again
     with monkeypatch.context() as patch:
         patch.setattr(Path, call, fail)
         asyncio.run(requests.run_once())
-    assert (path.exists(), poison.again("noop")) == (True, 0)
+    assert (path.exists(), list(again)) == (True, [])
     asyncio.run(requests.run_once())
-    assert (path.exists(), poison.again("noop")) == (False, 1)
+    assert (path.exists(), list(again)) == (False, [2])

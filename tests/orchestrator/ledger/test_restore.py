@@ -46,7 +46,7 @@ def state_contents(row: StateRow | Rows[Any, Any]) -> list[str]:
     return sorted([*own, *(content for each in inner for content in state_contents(each))])
 
 
-def contents(ledger: Ledger | restore.Restored) -> dict[str, Any]:
+def contents(ledger: Ledger | restore.Records) -> dict[str, Any]:
     return {
         "groups": {
             id: (group.row(), [rollout.row() for rollout in group.rollouts]) for id, group in ledger.groups.items()
@@ -138,9 +138,9 @@ def test_encoding_jobs_of_an_earlier_formation_are_not_restored(tmp_path: Path) 
 
 def test_a_new_ledger_restores_nothing(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
-    assert restore.read(path) == restore.Restored()
+    assert restore.read(path) == restore.Records()
     path.touch()
-    assert restore.read(path) == restore.Restored(), "the first start died before it had made its tables"
+    assert restore.read(path) == restore.Records(), "the first start died before it had made its tables"
 
 
 def test_a_lost_ledger_is_rebuilt_from_the_manifests(tmp_path: Path) -> None:
