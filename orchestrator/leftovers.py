@@ -133,7 +133,7 @@ class Finder:
         self._rollouts = sorted(self._store.names(ids.run_directory(run)))
         self._ledger = restore.read(config.ledger_path)
         self._ledger_path = config.ledger_path
-        self._delivered = int(self._ledger.state.steps_delivered or 0)
+        self._delivered = self._ledger.state.steps_delivered
         allowed = releasable(config.trainer, trainer_state(config))
         self._released = {kind: max(first, allowed.get(kind, 0)) for kind, first in self._ledger.state.released.items()}
         self._sealed = manifest_steps(self._store)

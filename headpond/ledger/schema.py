@@ -31,7 +31,8 @@ CREATE INDEX open_groups ON groups (ordinal) WHERE state != 'closed';
 CREATE INDEX unarchived_groups ON groups (ordinal) WHERE state = 'closed';
 CREATE INDEX open_jobs ON jobs (sequence) WHERE state IN ('waiting', 'submitted');
 """
-# `state`: the rows of headpond/ledger/state_rows.py, each as JSON. Its rowid keeps the order of writing.
+# `state`: the rows of headpond/ledger/state_rows.py. As JSON, so that a new attribute needs no new schema. The rowid
+# keeps the order of writing.
 # `counts`: rollouts by state and by reason, dead jobs by kind and error, so that no start has to count rows.
 TABLES = f"""
 CREATE TABLE state (
