@@ -13,7 +13,7 @@ from bench.harness.cluster import NOOPS, Cluster, Run, start_cluster
 from bench.harness.progress import Show, progress
 from bench.harness.report import Report, Target, median
 from headpond.errors import RunError
-from headpond.orchestrator.ledger.audit import audit
+from headpond.inspection.audit import audit
 
 ROUNDS = 5
 GROUP_SIZE = 8

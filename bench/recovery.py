@@ -14,8 +14,8 @@ from bench.harness.progress import Show, progress
 from bench.harness.report import Report, Target, median
 from headpond.broker import redis_keys
 from headpond.ids import LeaseId, LeaseValue, WorkerId
+from headpond.inspection.audit import audit
 from headpond.ledger.schema import open_for_reading
-from headpond.orchestrator.ledger.audit import audit
 from headpond.processes.child_process import ChildProcess
 
 ROUNDS = 5

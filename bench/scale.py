@@ -33,9 +33,9 @@ from headpond.batches.signals import (
 )
 from headpond.config import RunConfig
 from headpond.errors import RunError
+from headpond.inspection import run_json
+from headpond.inspection.audit import audit
 from headpond.inspection.status import status
-from headpond.orchestrator import run_dir
-from headpond.orchestrator.ledger.audit import audit
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.release import Sweeper
 from headpond.processes.child_process import program
@@ -297,7 +297,7 @@ def _status_s(directory: Path) -> float:
 
 def _sweep_s(directory: Path, step: int) -> tuple[float, int]:
     """A sweep that finds files of closed groups, none of which the ledger names."""
-    run = run_dir.read(directory)["run"]
+    run = run_json.read(directory)["run"]
     config = RunConfig(run_dir=directory, store=(directory / "store").as_uri())
     middle = step * MADE_STEP // GROUP_SIZE // 2
     for ordinal in range(middle, middle + SWEPT_GROUPS):

@@ -46,7 +46,6 @@ from headpond.orchestrator.reporting.metrics import LagPoller, Metrics
 from headpond.orchestrator.reporting.next_step import NextStep
 from headpond.orchestrator.reporting.prometheus import RunCollector
 from headpond.orchestrator.reporting.reporter import Reporter, Sources, StatusCallback
-from headpond.orchestrator.reporting.sinks import Sinks
 from headpond.orchestrator.reporting.stall import StallWatch
 from headpond.orchestrator.serving.concurrency import LoadWatch
 from headpond.orchestrator.serving.engine_check import EngineCheck
@@ -57,6 +56,7 @@ from headpond.orchestrator.submission import Submitter
 from headpond.orchestrator.trainer import Trainer
 from headpond.orchestrator.workforce.attendance import Attendance
 from headpond.orchestrator.workforce.leases import remove_leases
+from headpond.sinks.sending import Sinks
 from headpond.store import open_store
 
 logger = logging.getLogger("headpond.orchestrator")

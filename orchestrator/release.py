@@ -15,14 +15,14 @@ from headpond.config import RunConfig
 from headpond.config.run import Trainer as TrainerSettings
 from headpond.event_loop.offload import in_io_thread
 from headpond.ledger import queries, schema
-from headpond.ledger.state_rows import RELEASED
+from headpond.ledger.sealed_files import files_of, unreleased_keys
 from headpond.ledger.states import UNGENERATED
 from headpond.orchestrator.duties.housekeeping import Reported, delete
 from headpond.orchestrator.ledger.evaluations import EvaluationRecord, is_open
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.rows import GroupRecord
 from headpond.orchestrator.trainer import Trainer, last_released
-from headpond.store import BlobRef, Store, open_store
+from headpond.store import Store, open_store
 
 logger = logging.getLogger("headpond.release")
 
@@ -68,11 +68,12 @@ class Releaser:
         """The ledger first: after a kill, the sweep finds the files that are left."""
         manifest = await in_io_thread(read_manifest, self._store, step)
         if manifest is not None:
-            self._ledger.state.delivered_bytes += -sum(ref.size for ref in _blobs(manifest, counter))
+            files = [file for file in files_of(manifest) if file.released == counter and file.of_rollout]
+            self._ledger.state.delivered_bytes -= sum(file.ref.size for file in files)
         self._ledger.state.released |= {counter: step + 1}
         await self._ledger.committed()
         if manifest is not None:
-            await in_io_thread(release_step, self._store, manifest, counter)
+            await in_io_thread(release_step, self._store, manifest, counter, dict(self._ledger.state.released))
             if counter == "columns_released" and manifest.plan.format != "native":
                 await in_io_thread(unpublish_prime_rl, manifest.plan.format, self._published_in, step)
 
@@ -90,42 +91,10 @@ def releasable(settings: TrainerSettings, state: TrainerState) -> dict[str, int]
     return {counter: max(0, until - steps + 1) for counter, steps in kept.items()}
 
 
-def release_step(store: Store, manifest: Manifest, counter: str) -> None:
-    """Delete the files of the kind that `counter` counts. Columns: with the ranks' files, and whatever is not named."""
-    directory, jsonl = step_directory(manifest.plan.step), _jsonl(manifest)
-    match counter:
-        case "jsonl_released":
-            delete(store, jsonl)
-        case "manifests_released":
-            store.sweep(directory, named=())
-        case _:
-            delete(store, [ref.key for ref in _blobs(manifest, counter) if ref.size])
-            if counter == "columns_released":
-                store.sweep(directory, named={manifest_key(manifest.plan.step), *jsonl})
-
-
-def _blobs(manifest: Manifest, counter: str) -> list[BlobRef]:
-    """Files of rollouts."""
-    kinds = {
-        "experts_released": [rollout.experts for rollout in manifest.plan.rollouts],
-        "columns_released": [rollout.columns for rollout in manifest.plan.rollouts],
-    }
-    return [ref for ref in kinds.get(counter, ()) if ref]
-
-
-def _jsonl(manifest: Manifest) -> list[str]:
-    return [rank.rollouts_jsonl.key for rank in manifest.ranks if rank.rollouts_jsonl]
-
-
-def named_files(manifest: Manifest, released: Mapping[str, int]) -> set[str]:
-    """Keys of the files that the manifest names and that are not released."""
-    step = manifest.plan.step
-    ranks = {"columns_released": [rank.file.key for rank in manifest.ranks], "jsonl_released": _jsonl(manifest)}
-    kinds = {
-        counter: [*ranks.get(counter, ()), *(ref.key for ref in _blobs(manifest, counter))] for counter in RELEASED
-    }
-    kinds["manifests_released"] = [manifest_key(step)]
-    return {key for counter, keys in kinds.items() if step >= released[counter] for key in keys}
+def release_step(store: Store, manifest: Manifest, counter: str, released: Mapping[str, int]) -> None:
+    """Delete the files of the kind that `counter` counts, and whatever is not named in the step's directory."""
+    delete(store, [file.ref.key for file in files_of(manifest) if file.released == counter and file.ref.size])
+    store.sweep(step_directory(manifest.plan.step), named=unreleased_keys(manifest, released))
 
 
 class SomeRollouts(NamedTuple):
@@ -196,11 +165,12 @@ class Sweeper:
         return 0
 
     async def _run_once(self) -> int:
-        rollouts = await in_io_thread(self._listed)
+        # The rollouts of a group follow each other, so that few groups are looked up at once.
+        rollouts = sorted(await in_io_thread(self._store.names, self._rollouts))
         removed = 0
         for first in range(0, len(rollouts), SWEPT_AT_ONCE):
             removed += await self._sweep_some(rollouts[first : first + SWEPT_AT_ONCE])
-        released, delivered = self._released, self._ledger.state.steps_delivered
+        released, delivered = dict(self._ledger.state.released), self._ledger.state.steps_delivered
         unreleased = released["columns_released"]
         await self._ledger.committed()
         # A kill or an error may have left files of a released step, and a late encoder may add one.
@@ -212,21 +182,13 @@ class Sweeper:
             logger.info("action=swept files=%d", removed)
         return removed
 
-    def _listed(self) -> list[str]:
-        """The rollouts of a group follow each other, so that few groups are looked up at once."""
-        return sorted(self._store.names(self._rollouts))
-
     async def _sweep_some(self, names: list[str]) -> int:
         # In this order no file in use is unnamed: a rollout that begins after the listing is not listed; one that is
         # delivered after its open record was looked up is named by that; one that was delivered before is committed.
         found = sort_out(names, self._ledger.groups, self._ledger.evaluations)
-        released = self._released
+        released = dict(self._ledger.state.released)
         await self._ledger.committed()
         return await in_io_thread(self._sweep_rollouts, found, released)
-
-    @property
-    def _released(self) -> dict[str, int]:
-        return dict(self._ledger.state.released)
 
     def _sweep_rollouts(self, found: SomeRollouts, released: Mapping[str, int]) -> int:
         named = found.named
@@ -238,7 +200,7 @@ class Sweeper:
 
     def _sweep_step(self, step: int, released: Mapping[str, int]) -> int:
         manifest = read_manifest(self._store, step)
-        named = named_files(manifest, released) if manifest else {manifest_key(step)}
+        named = unreleased_keys(manifest, released) if manifest else {manifest_key(step)}
         return self._sweep(step_directory(step), named)
 
     def _sweep_released_step(self, step: int, released: Mapping[str, int]) -> int:

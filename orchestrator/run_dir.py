@@ -19,7 +19,7 @@ from headpond.inspection.run_json import read
 from headpond.ledger import schema
 from headpond.orchestrator.duties.housekeeping import Reported
 from headpond.store import Store, atomic, open_store
-from headpond.store.opening import owner_of, relative_path, run_store_url, stored_url
+from headpond.store.opening import owner_of, relative_path, stored_url
 from headpond.tasks import inputs
 from headpond.version import release
 
@@ -77,10 +77,6 @@ def begin_or_resume(config: RunConfig) -> str:
         for name in ("run.json", "start.json"):  # the other files there are the trainer's
             atomic.sweep(config.run_dir / "trainer", name)
     return content["run"]
-
-
-def store_url(run_dir: Path) -> str:
-    return run_store_url(run_dir, read(run_dir)["store"])
 
 
 @contextmanager

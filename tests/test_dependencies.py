@@ -34,7 +34,7 @@ for name in sys.argv[2:]:
 
 LOADED = """
 import sys
-import headpond.orchestrator.start, headpond.orchestrator.ledger.audit, headpond.inspection.status
+import headpond.orchestrator.start, headpond.inspection.audit, headpond.inspection.status
 rooms = "headpond.environments", "headpond.engines.http", "headpond.engines.responses", "headpond.playing"
 print(*(name for name in sys.modules if name.startswith(rooms)))
 """

@@ -70,7 +70,7 @@ RUN_BY = {
     "headpond demo": "tests/headpond/commands/test_demo.py",
     "headpond doctor": "tests/headpond/doctor",
     "headpond engine": "tests/headpond/demo/scripted_engine",
-    "headpond gc": "tests/orchestrator/test_leftovers.py",
+    "headpond gc": "tests/headpond/commands/test_leftovers.py",
     "headpond redo": "tests/headpond/commands/test_redo.py",
     "headpond report": "tests/headpond/servers/dashboard/test_report.py",
     "headpond sessions": "tests/headpond/servers/sessions",

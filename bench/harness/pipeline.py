@@ -13,7 +13,7 @@ from bench.harness.canary import INTERVAL_S
 from bench.harness.cluster import Cluster, Run, start_cluster
 from bench.harness.procfs import read_bytes
 from headpond.errors import RunError
-from headpond.orchestrator.ledger.audit import audit
+from headpond.inspection.audit import audit
 from headpond.processes.child_process import ChildProcess
 
 RUN_S = 300.0

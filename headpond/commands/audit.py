@@ -13,7 +13,7 @@ from headpond.commands.output import Json, print_end
 from headpond.commands.status import RunDir
 
 if TYPE_CHECKING:
-    from headpond.orchestrator.ledger.audit import Progress
+    from headpond.inspection.audit import Progress
 
 
 def audit(
@@ -28,8 +28,8 @@ def audit(
     released; files that the end of `headpond run` has checked are read again with `--full` only. Changes nothing, and
     works while the run continues. The exit code is 1 if there is a problem.
     """
-    from headpond.orchestrator.ledger.audit import Scope
-    from headpond.orchestrator.ledger.audit import audit as audit_run
+    from headpond.inspection.audit import Scope
+    from headpond.inspection.audit import audit as audit_run
 
     with checksum_progress() as progress:
         result = audit_run(run_dir, progress, Scope.FULL if full else Scope.NEW_FILES)

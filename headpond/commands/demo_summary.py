@@ -16,8 +16,8 @@ from headpond.commands.launcher.local_run import DONE, LocalRun
 from headpond.config import RunConfig
 from headpond.demo import tiny_moe
 from headpond.inspection import run_json
+from headpond.inspection.audit import audit_at_end
 from headpond.ledger import queries, schema
-from headpond.orchestrator.ledger.audit import audit_at_end
 from headpond.servers.dashboard.report import write_report
 from headpond.store import open_store
 

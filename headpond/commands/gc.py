@@ -23,7 +23,7 @@ def gc(
     works, except for the last two; with `--dry-run` this command also works meanwhile. The exit code is 1 if a file
     cannot be deleted.
     """
-    from headpond.orchestrator.leftovers import collect
+    from headpond.commands.leftovers import collect
 
     result = collect(run_dir, dry_run=dry_run)
     print_result(result, _facts(result), as_json=as_json)

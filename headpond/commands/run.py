@@ -45,10 +45,10 @@ def run(
 
     settings = configuration.load(config, flags={"run_dir": run_dir, "steps": steps, "lag.trace_s": lag_trace_s})
     unchecked = _check_engine(config, settings)
+    from headpond.inspection.audit import audit_at_end
     from headpond.orchestrator import (
         start,  # after the settings, so that a wrong one is reported before Celery is imported
     )
-    from headpond.orchestrator.ledger.audit import audit_at_end
     from headpond.store import open_store
 
     with showing_run(as_json=as_json) as on_status:

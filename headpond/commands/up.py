@@ -59,7 +59,7 @@ def _print_end(settings: "RunConfig", run: "LocalRun", *, as_json: bool) -> None
     from headpond.commands import curve
     from headpond.commands.audit import checksum_progress
     from headpond.commands.run import summary
-    from headpond.orchestrator.ledger.audit import audit_at_end
+    from headpond.inspection.audit import audit_at_end
     from headpond.servers.dashboard.report import write_report
     from headpond.store import open_store
 

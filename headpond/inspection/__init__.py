@@ -1,5 +1,5 @@
 """A run seen from outside: what its directory, its ledger and its Redis say, together or with any of them missing.
 
-Read-only. Imports neither the settings nor numpy: these commands are started often, and nearly all of their time is
-imports.
+Read-only. None imports the settings, and only `audit` imports numpy: the other commands are started often, and nearly
+all of their time is imports.
 """

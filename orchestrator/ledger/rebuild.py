@@ -15,9 +15,9 @@ from headpond.config import RunConfig
 from headpond.ids import ROLLOUTS_FOLDER, GroupId, execution_of
 from headpond.ledger.archive import archive
 from headpond.ledger.schema import STATEMENTS, open_for_writing
+from headpond.ledger.sealed_files import files_of
 from headpond.ledger.state_rows import RunState
 from headpond.ledger.states import BatchState, GroupState, RolloutState
-from headpond.orchestrator.ledger.audit import files_of
 from headpond.orchestrator.ledger.rows import BatchRecord, GroupRecord, RolloutRecord, Row
 from headpond.records.rollout import RolloutResult
 from headpond.store import Store, atomic, open_store
@@ -63,16 +63,13 @@ class Released:
 
     def add(self, manifest: Manifest) -> None:
         """Manifests in order."""
-        step, files = manifest.plan.step, [each for each in files_of(manifest) if each.ref.size]  # others have no file
+        step, files = manifest.plan.step, [file for file in files_of(manifest) if file.ref.size]  # others have no file
         for counter in self._releasable.keys() - {"manifests_released"}:
             if self.counters[counter] == step < self._releasable[counter]:
-                first = next((each.ref.key for each in files if each.released == counter), None)
-                gone = first is None or self._store.size(first) is None
-                self.counters[counter] += gone
-        for rollout in manifest.plan.rollouts:
-            blobs = {"columns_released": rollout.columns, "experts_released": rollout.experts}
-            held = (ref for counter, ref in blobs.items() if ref and self.counters.get(counter, 0) <= step)
-            self.held_bytes += sum(ref.size for ref in held)
+                first = next((file.ref.key for file in files if file.released == counter), None)
+                self.counters[counter] += first is None or self._store.size(first) is None
+        held = [file for file in files if file.of_rollout and self.counters.get(file.released, 0) <= step]
+        self.held_bytes += sum(file.ref.size for file in held)
 
 
 def _fill(connection: sqlite3.Connection, manifests: Iterator[Manifest], group_size: int, released: Released) -> None:

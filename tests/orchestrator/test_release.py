@@ -134,8 +134,8 @@ def test_a_released_step_keeps_its_manifest_and_rollouts_jsonl(
     deliver(config, ledger, store)
     manifest = read_manifest(store, 0)
     assert manifest
-    release_step(store, manifest, "columns_released")
     ledger.state.released |= {"columns_released": 1}
+    release_step(store, manifest, "columns_released", ledger.state.released)
     swept(config, ledger)
     assert blob_keys(store, "rollouts") == []
     assert not (store.root / "rollouts" / RUN / "g0000001-0").exists()

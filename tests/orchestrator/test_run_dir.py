@@ -12,6 +12,7 @@ from headpond.inspection import run_json
 from headpond.ledger.schema import SCHEMA_VERSION, open_for_writing
 from headpond.orchestrator import run_dir
 from headpond.orchestrator.lock import lock_directory
+from headpond.store.opening import read_run_store_url
 from headpond.version import release
 
 
@@ -31,7 +32,7 @@ def test_run_json_keeps_the_id_and_names_ledger_and_store(tmp_path: Path) -> Non
     run = opened(config)
     assert opened(config) == run
     settings = {setting.key: setting.value for setting in shared_settings(config)}
-    assert run_dir.read(config.run_dir) == {
+    assert run_json.read(config.run_dir) == {
         "run": run,
         "release": release(),
         "settings": settings,
@@ -47,7 +48,7 @@ def test_run_json_keeps_the_id_and_names_ledger_and_store(tmp_path: Path) -> Non
 def test_settings_that_may_change_between_starts_are_updated(tmp_path: Path) -> None:
     opened(configured(tmp_path))
     opened(configured(tmp_path, redis_url="redis://elsewhere:1/0", steps=99))
-    kept = run_dir.read(tmp_path / "run")
+    kept = run_json.read(tmp_path / "run")
     assert kept["redis"] == "redis://elsewhere:1/0"
     assert kept["settings"]["steps"] == 99
 
@@ -96,7 +97,7 @@ def test_a_fixed_setting_cannot_change(tmp_path: Path, key: str) -> None:
         opened(configured(tmp_path, **OTHER_VALUES[key]))
     assert (config.run_dir / "run.json").read_bytes() == before
     opened(config)
-    assert run_dir.read(config.run_dir)["changed"] == []
+    assert run_json.read(config.run_dir)["changed"] == []
 
 
 def test_what_changes_at_resume_takes_effect_and_is_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -110,7 +111,7 @@ def test_what_changes_at_resume_takes_effect_and_is_recorded(tmp_path: Path, cap
         policy={"renderer": "bytes-chatml"},
     )
     opened(again)
-    changed = run_dir.read(again.run_dir)["changed"]
+    changed = run_json.read(again.run_dir)["changed"]
     assert [(each["setting"], each["was"], each["now"], each["restart"]) for each in changed] == [
         ("advantages.estimator", "dr_grpo", "rloo", ["compute"]),
         ("policy.renderer.backend", None, "bytes-chatml", ["rollouts", "sessions"]),
@@ -119,7 +120,7 @@ def test_what_changes_at_resume_takes_effect_and_is_recorded(tmp_path: Path, cap
     ]
     assert "advantages.estimator was 'dr_grpo', now 'rloo': restart compute" in caplog.text
     opened(again)
-    assert run_dir.read(again.run_dir)["changed"] == changed
+    assert run_json.read(again.run_dir)["changed"] == changed
 
 
 def test_a_second_ledger_is_refused(tmp_path: Path) -> None:
@@ -157,7 +158,7 @@ def test_a_second_store_is_refused(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "large")
     (config.run_dir / "store").rename(tmp_path / "large")
     opened(moved)
-    assert run_dir.store_url(config.run_dir) == moved.store_url
+    assert read_run_store_url(config.run_dir) == moved.store_url
 
 
 def test_a_store_belongs_to_one_run(tmp_path: Path) -> None:
@@ -198,7 +199,7 @@ def test_a_directory_that_cannot_be_created_is_refused_with_its_setting(tmp_path
 def test_a_directory_without_run_json_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "missing"):
         with pytest.raises(RunError, match="is not a run directory"):
-            run_dir.read(path)
+            run_json.read(path)
 
 
 def test_the_lock_names_its_holder_and_ends_with_it(tmp_path: Path) -> None:

@@ -9,13 +9,13 @@ from headpond.batches import Manifest, read_manifests
 from headpond.batches.manifest import manifest_key
 from headpond.broker import redis_keys
 from headpond.broker.queues import Queue
+from headpond.commands.leftovers import OTHER_RUNS, collect
+from headpond.inspection.audit import audit
 from headpond.ledger import queries, schema
+from headpond.ledger.sealed_files import unreleased_keys
 from headpond.ledger.state_rows import RunState
 from headpond.orchestrator.exchange import envelope
-from headpond.orchestrator.ledger.audit import audit
 from headpond.orchestrator.ledger.rows import JobRecord
-from headpond.orchestrator.leftovers import OTHER_RUNS, collect
-from headpond.orchestrator.release import named_files
 from headpond.store.columns import read_columns
 from simulation.faults import OTHER_RUN
 from simulation.workers import length_of, reward_of
@@ -160,7 +160,7 @@ def _check_manifests(world: "World", manifests: dict[int, Manifest], released: d
 def _check_files(world: "World", manifests: dict[int, Manifest], released: dict[str, int]) -> None:
     named = {"run"}
     for manifest in manifests.values():
-        named |= named_files(manifest, released)
+        named |= unreleased_keys(manifest, released)
     root = world.store_root
     files = (path for path in root.rglob("*") if path.is_file() and OTHER_RUN not in path.parts)
     there = {path.relative_to(root).as_posix() for path in files}

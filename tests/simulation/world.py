@@ -28,11 +28,11 @@ from headpond.broker.queues import WorkerKind
 from headpond.config import RunConfig
 from headpond.errors import HeadpondError, IllegalTransition
 from headpond.event_loop import offload
+from headpond.inspection.audit import Scope, audit
 from headpond.orchestrator import lock, loop, release, run_dir, shutdown, start
 from headpond.orchestrator.duties import crash_points
 from headpond.orchestrator.exchange.redis_connection import Broker
 from headpond.orchestrator.ledger import writer
-from headpond.orchestrator.ledger.audit import Scope, audit
 from headpond.store import open_store
 from headpond.store.files import FileStore
 from headpond.tasks import agreement

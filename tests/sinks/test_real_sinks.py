@@ -14,7 +14,7 @@ def send(run_dir: Path, *sinks: str, **variables: str) -> None:
     """Until its stdin ends, which is at once."""
     (run_dir / "run.json").write_text(json.dumps({"run": "0123456789ab", "settings": {"seed": 0}}))
     (run_dir / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in LINES))
-    program = "headpond.orchestrator.reporting.sink_process"
+    program = "headpond.sinks.process"
     command = [sys.executable, "-m", program, str(run_dir), "0123456789ab", "tests", "made"]
     environ = {"PATH": "/usr/bin:/bin", "HOME": str(run_dir), **variables}
     done = subprocess.run([*command, *sinks], input="", env=environ, capture_output=True, text=True, timeout=120)

@@ -15,9 +15,9 @@ import redis
 
 from bench.harness.noop.stages import NOOP, PREFIX
 from headpond.broker import redis_keys
+from headpond.inspection.audit import audit
 from headpond.inspection.run_json import ledger_path
 from headpond.ledger.schema import reading
-from headpond.orchestrator.ledger.audit import audit
 from headpond.processes.embedded_redis import EmbeddedRedis
 from support import crash_points
 from support.forked_programs import Forked, is_program

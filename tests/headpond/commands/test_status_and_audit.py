@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from headpond.batches.signals import PublishedPolicy, RankProgress, write_policy, write_progress
 from headpond.commands.main import app, main
 from headpond.config import RunConfig
+from headpond.inspection import run_json
 from headpond.ledger.archive import archive
 from headpond.ledger.schema import open_for_writing
 from headpond.orchestrator import run_dir
@@ -64,7 +65,7 @@ def output_of(*arguments: str, exit_code: int = 0) -> str:
 
 
 def test_status_prints_plain_lines(run: Path, server: EmbeddedRedis) -> None:
-    id = run_dir.read(run)["run"]
+    id = run_json.read(run)["run"]
     *lines, waits_for = output_of("status", str(run)).splitlines()
     assert re.match(r"waits for  the orchestrator is not running \(.*\): .*`headpond", waits_for)
     assert lines == [
@@ -239,7 +240,7 @@ def test_audit_prints_one_json_object(run: Path) -> None:
 
 
 def test_audit_says_which_files_it_has_not_read(run: Path) -> None:
-    content = {"run": run_dir.read(run)["run"], "steps": 41}
+    content = {"run": run_json.read(run)["run"], "steps": 41}
     run_dir.write_json(run / "audited.json", content)
     with closing(sqlite3.connect(run / "ledger.sqlite", isolation_level=None)) as connection:
         connection.execute("UPDATE state SET content = json_set(content, '$.steps_delivered', 40) WHERE kind = 'run'")

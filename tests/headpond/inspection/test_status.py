@@ -14,6 +14,7 @@ from headpond.broker import redis_keys
 from headpond.config import RunConfig
 from headpond.errors import RunError
 from headpond.event_loop.lag_summaries import LAG_KEY, LagSummary
+from headpond.inspection import run_json
 from headpond.inspection.status import status
 from headpond.orchestrator import run_dir
 from headpond.orchestrator.ledger.ledger import Ledger
@@ -57,7 +58,7 @@ def run(server: EmbeddedRedis, tmp_path: Path) -> Path:
 def write_status(run: Path, *, age_s: float = 0.0, host: str = HERE, **values: Any) -> None:
     """status.json as an orchestrator last wrote it."""
     values_written = {
-        "run": run_dir.read(run)["run"], "phase": "running", "stopped_by": None, "at": time.time() - age_s,
+        "run": run_json.read(run)["run"], "phase": "running", "stopped_by": None, "at": time.time() - age_s,
         "process": {"host": host, "pid": 4711}, "running_s": 60.0, "step": 2, "steps": 9, "rollouts_per_s": 7.5,
         "rollouts": {"planned": 1}, "states": {}, "waiting_for": ["the engine cannot be reached"],
         "event_loop_lag": {"p99_s": 0.5},
@@ -145,7 +146,7 @@ def test_the_lock_in_redis_decides_for_another_host(
 ) -> None:
     write_status(run, host="elsewhere")
     if holder:
-        lock_in_redis(client, run_dir.read(run)["run"])
+        lock_in_redis(client, run_json.read(run)["run"])
     assert status(run, server.url)["state"] == state
 
 
@@ -158,7 +159,7 @@ def test_a_full_disk_is_reported_for_a_stopped_run(
 
 
 def test_queues_workers_and_the_lag_of_every_loop(run: Path, server: EmbeddedRedis, client: redis.Redis) -> None:
-    id = run_dir.read(run)["run"]
+    id = run_json.read(run)["run"]
     client.lpush("rollouts", "a", "b")
     client.hset(
         redis_keys.LEASES, mapping={f"{id}.g1-0.1.x": "host-1:7", f"{id}.g1-1.2.y": "host-1:7", "other.j.1.z": "w:1"}

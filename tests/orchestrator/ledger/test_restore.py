@@ -10,12 +10,12 @@ from support.stores import run_store
 
 from headpond.batches import Manifest, seal_manifest
 from headpond.ids import rollout_directory
-from headpond.ledger.state_rows import Rows, StateRow
+from headpond.inspection.audit import audit
+from headpond.ledger.state_rows import RELEASED, Rows, StateRow
 from headpond.ledger.states import GroupState, JobState, RolloutState
 from headpond.orchestrator import run_dir
 from headpond.orchestrator.exchange.inputs import batch_plan
 from headpond.orchestrator.ledger import rebuild, restore
-from headpond.orchestrator.ledger.audit import audit
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.planning.composer import Composer
 from headpond.orchestrator.release import release_step
@@ -191,7 +191,7 @@ def test_a_rebuilt_ledger_knows_what_was_released(tmp_path: Path) -> None:
 
     written(config.ledger_path, deliver)
     for step, counter in ((0, "experts_released"), (1, "experts_released"), (0, "columns_released")):
-        release_step(store, manifests[step], counter)
+        release_step(store, manifests[step], counter, dict.fromkeys(RELEASED, 0) | {counter: step + 1})
     allowed = {"experts_released": 3, "columns_released": 2, "jsonl_released": 0}
 
     def rebuilt(allowed: dict[str, int]) -> tuple[dict[str, Any], list[str]]:

@@ -5,8 +5,8 @@ from typing import BinaryIO
 
 import pytest
 
-from headpond.orchestrator.reporting import sink_process
-from headpond.orchestrator.reporting.sink_process import POSITIONS, Follower
+from headpond.sinks import process
+from headpond.sinks.process import POSITIONS, Follower
 
 
 class Recorded:
@@ -105,7 +105,7 @@ def test_full_files_whose_steps_are_sent_are_not_read_again(tmp_path: Path) -> N
 def test_a_line_that_is_appended_just_before_the_file_is_full_is_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sink, appended = Recorded(), sink_process._appended
+    sink, appended = Recorded(), process._appended
     follower = Follower(tmp_path, {"one": sink})
     append(tmp_path, 0)
     follower.forward()
@@ -117,7 +117,7 @@ def test_a_line_that_is_appended_just_before_the_file_is_full_is_sent(
             (tmp_path / "metrics.jsonl").rename(tmp_path / "metrics.1.jsonl")
             append(tmp_path, 2)
 
-    monkeypatch.setattr(sink_process, "_appended", full_after_reading)
+    monkeypatch.setattr(process, "_appended", full_after_reading)
     follower.forward()
     follower.forward()
     assert sink.steps == [0, 1, 2]

@@ -23,14 +23,15 @@ from headpond.errors import LedgerError
 from headpond.inspection import run_json
 from headpond.inspection.run_state import is_locked
 from headpond.ledger import queries, schema
-from headpond.orchestrator import run_dir
+from headpond.ledger.sealed_files import unreleased_keys
 from headpond.orchestrator.duties.housekeeping import Reported
 from headpond.orchestrator.ledger import restore
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.lock import lock_directory
-from headpond.orchestrator.release import SWEPT_AT_ONCE, Releaser, closed_files, named_files, releasable, sort_out
+from headpond.orchestrator.release import SWEPT_AT_ONCE, Releaser, closed_files, releasable, sort_out
 from headpond.orchestrator.trainer import Trainer, trainer_state
 from headpond.store import Store, open_store
+from headpond.store.opening import run_store_url
 from headpond.tasks import inputs
 
 RELEASED_STEPS = "of released steps"
@@ -54,9 +55,10 @@ class Leftovers(NamedTuple):
 
 def collect(directory: Path, *, dry_run: bool) -> dict[str, Any]:
     """Delete the leftovers of a run, or only count them; `kinds` has files and bytes of each kind."""
-    config = _settings(directory)
-    run, store = run_dir.read(directory)["run"], open_store(config.store_url)
-    found: dict[str, dict[str, Any]] = {kind: {"files": 0, "bytes": 0, "example": None} for kind in KINDS}
+    recorded = run_json.read(directory)
+    config = _settings(directory, recorded)
+    run, store = recorded["run"], open_store(config.store_url)
+    kinds: dict[str, dict[str, Any]] = {kind: {"files": 0, "bytes": 0, "example": None} for kind in KINDS}
     troubles = list[str]()
     with nullcontext() if dry_run else lock_directory(directory):
         if not dry_run:
@@ -64,18 +66,13 @@ def collect(directory: Path, *, dry_run: bool) -> dict[str, Any]:
         for leftovers in Finder(config, run).find():
             deleting = Reported(f"delete what is below {leftovers.under}")
             with deleting:
-                _count(found[leftovers.kind], _delete(store, leftovers, dry_run=dry_run))
-            if deleting.trouble:
-                troubles.append(deleting.trouble)
-    return {
-        "run": run,
-        "store": str(store),
-        "dry_run": dry_run,
-        "kinds": found,
-        "files": sum(each["files"] for each in found.values()),
-        "bytes": sum(each["bytes"] for each in found.values()),
-        "troubles": troubles,
-    }
+                files, kind = _delete(store, leftovers, dry_run=dry_run), kinds[leftovers.kind]
+                kind["files"] += len(files)
+                kind["bytes"] += sum(files.values())
+                kind["example"] = kind["example"] or next(iter(files), None)
+            troubles += filter(None, [deleting.trouble])
+    total = {unit: sum(kind[unit] for kind in kinds.values()) for unit in ("files", "bytes")}
+    return {"run": run, "store": str(store), "dry_run": dry_run, "kinds": kinds, **total, "troubles": troubles}
 
 
 def _delete(store: Store, leftovers: Leftovers, *, dry_run: bool) -> dict[str, int]:
@@ -91,24 +88,18 @@ def _delete(store: Store, leftovers: Leftovers, *, dry_run: bool) -> dict[str, i
     return files
 
 
-def _count(found: dict[str, Any], files: dict[str, int]) -> None:
-    found["files"] += len(files)
-    found["bytes"] += sum(files.values())
-    found["example"] = found["example"] or next(iter(files), None)
-
-
-def _settings(directory: Path) -> RunConfig:
+def _settings(directory: Path, recorded: dict[str, Any]) -> RunConfig:
     """The settings of the run's last start that decide what is kept."""
-    content = run_dir.read(directory)
-    settings: dict[str, Any] = content["settings"]
+    settings: dict[str, Any] = recorded["settings"]
     trainer = {name: settings[key] for name in TrainerSettings.model_fields if (key := f"trainer.{name}") in settings}
     batch = {"format": settings["batch.format"]} if "batch.format" in settings else {}
-    if "output_dir" in content:
-        batch["output_dir"] = directory / content["output_dir"]
-    ledger = run_json.ledger_path(directory)
+    if "output_dir" in recorded:
+        batch["output_dir"] = directory / recorded["output_dir"]
+    ledger = directory / recorded["ledger"]
     if not ledger.exists():
         raise LedgerError(f"there is no ledger at {ledger}, which says what may be deleted: run this on its host")
-    places = {"run_dir": directory, "store": run_dir.store_url(directory), "ledger_dir": ledger.parent}
+    store = run_store_url(directory, recorded["store"])
+    places = {"run_dir": directory, "store": store, "ledger_dir": ledger.parent}
     return RunConfig.model_validate({**places, "trainer": trainer, "batch": batch})
 
 
@@ -136,10 +127,11 @@ class Finder:
         self._delivered = self._ledger.state.steps_delivered
         allowed = releasable(config.trainer, trainer_state(config))
         self._released = {kind: max(first, allowed.get(kind, 0)) for kind, first in self._ledger.state.released.items()}
-        self._sealed = manifest_steps(self._store)
 
     def find(self) -> Iterator[Leftovers]:
-        sealed = self._named_by_manifests()
+        first = min(self._released["columns_released"], self._delivered)
+        steps = [step for step in manifest_steps(self._store) if step >= first]
+        sealed = {key for step in steps for key in self._named_by(step) or ()}
         with schema.reading(self._ledger_path) as connection:
             for first in range(0, len(self._rollouts), SWEPT_AT_ONCE):
                 names = self._rollouts[first : first + SWEPT_AT_ONCE]
@@ -152,19 +144,12 @@ class Finder:
         yield from self._of_other_runs()
         yield from self._of_sessions()
 
-    def _named_by_manifests(self) -> set[str]:
-        named = set[str]()
-        for step in self._sealed:
-            if step >= min(self._released["columns_released"], self._delivered):
-                named |= self._named_by(step) or set()
-        return named
-
     def _named_by(self, step: int) -> set[str] | None:
         """Files that the step's manifest names and that are not released; None if there is no manifest."""
         if step < min(self._released["columns_released"], self._released["jsonl_released"]):
             return {manifest_key(step)} if step >= self._released["manifests_released"] else set()
         manifest = read_manifest(self._store, step)
-        return named_files(manifest, self._released) if manifest else None
+        return unreleased_keys(manifest, self._released) if manifest else None
 
     def _is_released(self, connection: sqlite3.Connection, rollout: str) -> bool:
         step = queries.step_of(connection, rollout) if ids.RolloutId.match(rollout) else None

@@ -7,8 +7,8 @@ import pytest
 from support.ledgers import configured
 from support.waiting import HANG_S, wait_until_async
 
-from headpond.orchestrator.reporting import sinks as reporting_sinks
-from headpond.orchestrator.reporting.sinks import Sinks
+from headpond.sinks import sending
+from headpond.sinks.sending import Sinks
 
 
 def test_a_sink_whose_package_is_missing_costs_the_run_nothing_and_sees_no_secret(
@@ -43,7 +43,7 @@ class SummaryWriter:
 """
     (tmp_path / "tensorboardX.py").write_text(package)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(reporting_sinks, "FINISH_S", HANG_S)
+    monkeypatch.setattr(sending, "FINISH_S", HANG_S)
     return tmp_path / "tensorboard.txt"
 
 
@@ -90,7 +90,7 @@ def test_a_sink_that_fails_at_the_last_line_is_named_in_the_log(
 def test_a_process_that_cannot_be_started_is_started_later(
     tensorboard: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(reporting_sinks, "RETRY_S", 0.01)
+    monkeypatch.setattr(sending, "RETRY_S", 0.01)
     sinks = sinks_of(tensorboard)
     command, sinks._command = sinks._command, ["/no/such/python"]
 

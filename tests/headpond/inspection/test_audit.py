@@ -15,12 +15,12 @@ from support.stores import manifest_path, run_store
 from headpond.batches import Manifest, read_manifest, read_manifests, seal_manifest
 from headpond.config import RunConfig
 from headpond.errors import BlobCorrupt
+from headpond.inspection import audit as audit_module
+from headpond.inspection.audit import AUDITED, Scope, audit, audit_at_end
 from headpond.ledger.states import GroupState, JobState, RolloutState
 from headpond.orchestrator import run_dir
 from headpond.orchestrator.exchange.inputs import batch_plan
-from headpond.orchestrator.ledger import audit as audit_module
 from headpond.orchestrator.ledger import rebuild
-from headpond.orchestrator.ledger.audit import AUDITED, Scope, audit, audit_at_end
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.rows import BatchRecord
 from headpond.records.rollout import RolloutResult

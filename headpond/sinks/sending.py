@@ -20,7 +20,7 @@ logger = logging.getLogger("headpond.sinks")
 RETRY_S = 60.0
 FINISH_S = 20.0  # for the last lines, when the run ends
 WORDS_MOST = 600  # of its last words, in a note
-MODULE = "headpond.orchestrator.reporting.sink_process"
+MODULE = "headpond.sinks.process"
 
 
 class Sinks:

@@ -1,6 +1,6 @@
 """The process that sends the steps of a run to W&B, TensorBoard and trackio: follows metrics.jsonl until stdin ends.
 
-`python -m headpond.orchestrator.reporting.sink_process RUN_DIR RUN PROJECT NAME SINK...`. `sinks.json` in the run
+`python -m headpond.sinks.process RUN_DIR RUN PROJECT NAME SINK...`. `sinks.json` in the run
 directory has the last step that each sink was given, so that a resumed run sends none twice.
 """
 

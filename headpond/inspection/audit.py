@@ -6,7 +6,7 @@ The run may continue meanwhile. One manifest is in memory at a time, and the rol
 import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import suppress
 from enum import StrEnum
 from heapq import merge
 from itertools import groupby, islice
@@ -16,14 +16,14 @@ from typing import Any
 
 import orjson
 
-from headpond.batches import Manifest, manifest_steps, read_manifest
+from headpond.batches import manifest_steps, read_manifest
 from headpond.errors import BlobError
 from headpond.inspection import run_json
 from headpond.ledger import evaluations, queries, schema
+from headpond.ledger.sealed_files import files_of
 from headpond.ledger.states import RolloutState
-from headpond.orchestrator import run_dir
-from headpond.orchestrator.duties.housekeeping import Reported
-from headpond.store import BlobRef, Store, open_store
+from headpond.store import Store, atomic, open_store
+from headpond.store.opening import run_store_url
 
 SHOWN_MOST = 20  # of any one kind of problem
 AUDITED = "audited.json"
@@ -50,15 +50,16 @@ def no_progress(done: int, total: int) -> None:
 
 def audit(directory: Path, progress: Progress = no_progress, scope: Scope = Scope.FULL) -> dict[str, Any]:
     """Read-only. `balanced` is true when the counts add up and no problem was found."""
-    store = open_store(run_dir.store_url(directory))
-    with schema.reading(run_json.ledger_path(directory)) as connection:
+    run = run_json.read(directory)
+    store = open_store(run_store_url(directory, run["store"]))
+    with schema.reading(directory / run["ledger"]) as connection:
         with queries.snapshot(connection):  # the manifests are read inside: they may only be newer than the ledger
             counts = queries.progress(connection)
             kept = queries.rollouts_by_state(connection), queries.rollouts_by_reason(connection)
             whole = scope is not Scope.NEW
             states, reasons = queries.counted(connection) if whole else kept
             sealed = manifest_steps(store)
-            new = min(_audited_steps(directory), counts["step"])
+            new = min(_audited_steps(directory, run["run"]), counts["step"])
             first = max(queries.released_steps(connection)["manifests_released"], new if scope is Scope.NEW else 0)
             first_files = 0 if scope is Scope.FULL else new
             problems = list(queries.structure_problems(connection, limit=SHOWN_MOST, archive=whole))
@@ -67,8 +68,8 @@ def audit(directory: Path, progress: Progress = no_progress, scope: Scope = Scop
             problems += islice(_delivery_problems(store, connection, sealed, first), SHOWN_MOST)
             dead_jobs = queries.dead_jobs(connection, limit=SHOWN_MOST)
         # Outside the snapshot: the run may release files while they are checked.
-        files = Files(store, connection, [step for step in sealed if step >= first_files])
-        problems += islice(files.damaged(progress), SHOWN_MOST)
+        new_files = [step for step in sealed if step >= first_files]
+        problems += islice(_damaged(store, connection, new_files, progress), SHOWN_MOST)
     rollouts = queries.balance(counts["rollouts"]["planned"], states, reasons, counts["rollouts"]["fenced"])
     return {
         **rollouts,
@@ -86,17 +87,17 @@ def audit_at_end(directory: Path, progress: Progress = no_progress) -> dict[str,
     """Audit what is new since the last time, and remember how far it reaches if it is balanced."""
     result = audit(directory, progress, Scope.NEW)
     if result["balanced"] and result["delivered_steps"]:
-        with Reported(f"remember in {directory / AUDITED} what was audited"):
-            content = {"run": run_dir.read(directory)["run"], "steps": result["delivered_steps"]}
-            run_dir.write_json(directory / AUDITED, content)
+        content = {"run": run_json.read(directory)["run"], "steps": result["delivered_steps"]}
+        with suppress(OSError):  # the next audit then reads these steps again
+            atomic.write(directory / AUDITED, orjson.dumps(content, option=orjson.OPT_INDENT_2))
     return result
 
 
-def _audited_steps(directory: Path) -> int:
+def _audited_steps(directory: Path, run: str) -> int:
     """0 if nothing is known."""
     try:
         content: Any = orjson.loads((directory / AUDITED).read_bytes())
-        return int(content["steps"]) if content["run"] == run_dir.read(directory)["run"] else 0
+        return int(content["steps"]) if content["run"] == run else 0
     except (OSError, ValueError, TypeError, KeyError):
         return 0
 
@@ -142,54 +143,21 @@ def _named(store: Store, step: int) -> set[str] | None:
     return {planned.rollout for planned in manifest.plan.rollouts} if manifest else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class SealedFile:
-    ref: BlobRef
-    released: str
-    """the ledger's counter of steps whose files of this kind are released"""
-
-
-def files_of(manifest: Manifest) -> Iterator[SealedFile]:
-    """In the order in which files of a kind are deleted when their step is released."""
-    for rollout in manifest.plan.rollouts:
-        yield SealedFile(ref=rollout.columns, released="columns_released")
-        if rollout.experts:
-            yield SealedFile(ref=rollout.experts, released="experts_released")
-    for rank in manifest.ranks:
-        yield SealedFile(ref=rank.file, released="columns_released")
-        if rank.rollouts_jsonl:
-            yield SealedFile(ref=rank.rollouts_jsonl, released="jsonl_released")
-
-
-class Files:
-    """The files of `steps` that the run has not released."""
-
-    def __init__(self, store: Store, connection: sqlite3.Connection, steps: list[int]) -> None:
-        self._store = store
-        self._connection = connection
-        self._steps = steps
-
-    def damaged(self, progress: Progress) -> Iterator[str]:
-        """Missing and corrupt ones."""
-        done = 0
-        for number, step in enumerate(self._steps):
-            files = list(self._of(step))
-            # Reading every manifest first, for the exact total, would take longer than most steps' files.
-            total = done + sum(each.ref.size for each in files) * (len(self._steps) - number)
-            for each in files:
-                try:
-                    self._store.open(each.ref)
-                except BlobError as error:
-                    if not self._is_released(each, step):
-                        yield f"step {step}: {error}"
-                done += each.ref.size
-                progress(done, total)
-
-    def _of(self, step: int) -> Iterator[SealedFile]:
-        released = queries.released_steps(self._connection)
-        manifest = read_manifest(self._store, step) if step >= min(released.values()) else None
+def _damaged(store: Store, connection: sqlite3.Connection, steps: list[int], progress: Progress) -> Iterator[str]:
+    """Missing and corrupt files of `steps` that the run has not released."""
+    done = 0
+    for number, step in enumerate(steps):
+        released = queries.released_steps(connection)
+        manifest = read_manifest(store, step) if step >= min(released.values()) else None
         files = files_of(manifest) if manifest else ()
-        return (each for each in files if each.ref.size and step >= released[each.released])
-
-    def _is_released(self, file: SealedFile, step: int) -> bool:
-        return step < queries.released_steps(self._connection)[file.released]
+        kept = [file for file in files if file.ref.size and step >= released[file.released]]
+        # Reading every manifest first, for the exact total, would take longer than most steps' files.
+        total = done + sum(file.ref.size for file in kept) * (len(steps) - number)
+        for file in kept:
+            try:
+                store.open(file.ref)
+            except BlobError as error:
+                if step >= queries.released_steps(connection)[file.released]:
+                    yield f"step {step}: {error}"
+            done += file.ref.size
+            progress(done, total)

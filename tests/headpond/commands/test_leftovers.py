@@ -14,15 +14,16 @@ from support.stores import run_store
 from typer.testing import CliRunner
 
 from headpond.batches import BatchReader, EncodedRank, seal_manifest
+from headpond.commands.leftovers import OLD_SESSIONS, OTHER_RUNS, RELEASED_STEPS, UNNAMED, collect
 from headpond.commands.main import app
 from headpond.config import RunConfig
 from headpond.errors import RunLocked
 from headpond.ids import rollout_directory
+from headpond.inspection import run_json
+from headpond.inspection.audit import audit
 from headpond.orchestrator import run_dir
 from headpond.orchestrator.exchange.inputs import batch_plan
-from headpond.orchestrator.ledger.audit import audit
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.leftovers import OLD_SESSIONS, OTHER_RUNS, RELEASED_STEPS, UNNAMED, collect
 from headpond.orchestrator.lock import lock_directory
 from headpond.records.rollout import RolloutResult
 from headpond.store import BlobRef
@@ -47,7 +48,7 @@ def store(config: RunConfig) -> FileStore:
 @pytest.fixture
 def run(config: RunConfig, store: FileStore) -> Iterator[str]:
     """Four delivered steps, a fifth that is encoded, a rollout that runs, and one that was dropped."""
-    run = run_dir.read(config.run_dir)["run"]
+    run = run_json.read(config.run_dir)["run"]
     written(config, lambda ledger: fill(config, ledger, store, run))
     yield run
     result = audit(config.run_dir)
