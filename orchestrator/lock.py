@@ -42,7 +42,9 @@ class RunLock:
         """Waits until the lock of a dead holder expires; raises RunLocked if the holder renews it."""
         last_ttl_ms = None
         while (holder := await self._hold()) != self._value:
-            if self._is_own_leftover(holder):
+            lock: dict[str, Any] = orjson.loads(holder)
+            # A lock of this run from this host: this process holds the lock file, so the holder is dead.
+            if lock["run"] == self._run and lock["host"] == socket.gethostname():
                 await self._hold(instead_of=holder)
                 continue
             ttl_ms = await self._broker.call(lambda client: client.pttl(redis_keys.LOCK))
@@ -71,11 +73,6 @@ class RunLock:
         return await self._broker.call(
             lambda client: client.eval(HOLD, 1, redis_keys.LOCK, self._value, TTL_S, instead_of)  # pyright: ignore[reportReturnType]
         )
-
-    def _is_own_leftover(self, holder: bytes) -> bool:
-        """A lock of this run from this host: this process holds the lock file, so the holder is dead."""
-        held: dict[str, Any] = orjson.loads(holder)
-        return held["run"] == self._run and held["host"] == socket.gethostname()
 
 
 def describe(holder: bytes) -> str:

@@ -321,14 +321,14 @@ class Orchestrator:
             snapshot = await self.reconciler.poll()
             if not await self.caught_up_with(await self.stream.newest()):
                 continue
-            findings = await self.reconciler.judge(snapshot)
+            expired = await self.reconciler.judge(snapshot)
             self.changed.set()
             await self.ledger.committed()
-            await remove_leases(self.broker, findings.expired_leases)
+            await remove_leases(self.broker, expired)
             play = self.pipeline.play
-            cancelled, play.cancelled = play.cancelled, []
-            if revoke := findings.revoke + [job.task_id(self.run_id) for job in cancelled]:
-                await self.shutdown.revoke(revoke)
+            if play.unneeded:
+                unneeded, play.unneeded = play.unneeded, []
+                await self.shutdown.revoke(unneeded)
 
     async def caught_up_with(self, reply_id: str) -> bool:
         try:

@@ -75,15 +75,8 @@ class Beat:
 
     id: LeaseId | None
     """None if another program wrote the lease"""
-    value: str
+    value: str | None = None
     silent_s: float = 0.0
-
-
-@dataclass(kw_only=True)
-class Findings:
-    expired_leases: list[str] = field(default_factory=list[str])
-    revoke: list[str] = field(default_factory=list[str])
-    """Celery task ids of attempts that are still running and no longer wanted"""
 
 
 class Reconciler:
@@ -140,16 +133,18 @@ class Reconciler:
                     for queue, message in zip(Queue, queues[1::2], strict=True)},
         )  # fmt: skip
 
-    async def judge(self, snapshot: Snapshot) -> Findings:
-        """Call when every reply that was in the stream at the time of `snapshot` has been applied."""
+    async def judge(self, snapshot: Snapshot) -> list[str]:
+        """Call when every reply that was in the stream at the time of `snapshot` has been applied. Return the leases
+        that have expired."""
         self.latest = snapshot
         now = time.monotonic()
         # After a pause, this poll counts as two poll intervals at most.
         passed_s = min(now - self._polled_at, 2 * self.poll_s) if self._polled_at is not None else 0.0
         self._polled_at = now
-        findings = Findings()
-        alive = await self._alive(snapshot, passed_s, findings)
-        queued_from = {queue: _queued_from(snapshot, queue) for queue in Queue}
+        expired = list[str]()
+        alive = await self._alive(snapshot, passed_s, expired)
+        # A job submitted with this sequence or a later one may still be in the queue.
+        queued_from = {queue: (snapshot.oldest[queue] or 0) if snapshot.depths[queue] else math.inf for queue in Queue}
         still_observed: dict[str, ObservedAttempt] = {}
         running: set[str] = set()
         async for some in in_slices(list(self._ledger.jobs.values()), JUDGED_AT_ONCE):
@@ -159,13 +154,13 @@ class Reconciler:
                 beating, queued = alive.get((job.id, job.attempt)), job.sequence >= queued_from[job.queue]
                 # Most jobs are still queued and need no observation.
                 if beating is not None or not queued or job.id in self._observed:
-                    still_observed[job.id] = self._judge_job(job, queued, passed_s, beating, findings)
+                    still_observed[job.id] = self._judge_job(job, queued, passed_s, beating)
                 if beating:
                     running.add(job.subject)
             self._ledger.commit_soon()
         self._observed = still_observed
         await self._judge_groups(passed_s if self._gates.rollouts.open else 0.0, running)
-        return findings
+        return expired
 
     async def _judge_groups(self, passed_s: float, running: set[str]) -> None:
         """A group that has been running for `group_timeout_s` continues without its unfinished rollouts.
@@ -184,17 +179,19 @@ class Reconciler:
                 if age_s > self._config.rollouts.group_timeout_s:
                     self._pipeline.play.stop_waiting(group)
 
-    async def _alive(self, snapshot: Snapshot, passed_s: float, findings: Findings) -> dict[tuple[str, int], bool]:
+    async def _alive(self, snapshot: Snapshot, passed_s: float, expired: list[str]) -> dict[tuple[str, int], bool]:
         """(job, attempt) -> whether one of its leases beats; no entry without a lease."""
         beats: dict[str, Beat] = {}
         alive: dict[tuple[str, int], bool] = defaultdict(bool)
         seen = Running()
         async for some in in_slices(list(snapshot.leases.items()), JUDGED_AT_ONCE):
             for lease, value in some:
-                beat = beats[lease] = self._beat(lease, value, passed_s)
+                beat = beats[lease] = self._beats.get(lease) or Beat(id=LeaseId.match(lease))
+                beat.silent_s = beat.silent_s + passed_s if beat.value == value else 0.0
+                beat.value = value
                 beating = beat.silent_s < self._config.recovery.lease_s
                 if not beating:
-                    findings.expired_leases.append(lease)
+                    expired.append(lease)
                 if beat.id and beat.id.run == self._run:
                     alive[beat.id.job, beat.id.attempt] |= beating
                     if job := self._ledger.jobs.get(beat.id.job):
@@ -206,17 +203,7 @@ class Reconciler:
         self._beats, self.running = beats, seen
         return alive
 
-    def _beat(self, lease: str, value: str, passed_s: float) -> Beat:
-        beat = self._beats.get(lease)
-        if beat is None:
-            return Beat(id=LeaseId.match(lease), value=value)
-        beat.silent_s = beat.silent_s + passed_s if beat.value == value else 0.0
-        beat.value = value
-        return beat
-
-    def _judge_job(
-        self, job: JobRecord, queued: bool, passed_s: float, alive: bool | None, findings: Findings
-    ) -> ObservedAttempt:
+    def _judge_job(self, job: JobRecord, queued: bool, passed_s: float, alive: bool | None) -> ObservedAttempt:
         observed = self._observed.get(job.id)
         if observed is None or observed.attempt != job.attempt:
             observed = ObservedAttempt(attempt=job.attempt)
@@ -228,7 +215,7 @@ class Reconciler:
             stage = self._pipeline.stage_of(job)
             cancelled = stage.seen_running(job, observed.version)
             if not cancelled and observed.running_s > stage.timeout_s + GRACE_S + self._config.recovery.lease_s:
-                findings.revoke.append(job.task_id(self._run))
+                self._pipeline.play.unneeded.append(job.task_id(self._run))
                 self._replies.job_lost(
                     job, f"still running {observed.running_s:.0f} s after its start, over its time-out"
                 )
@@ -241,10 +228,3 @@ class Reconciler:
             if observed.missing_s > self._config.recovery.lease_s:
                 self._replies.job_lost(job, "not queued, not running, and no reply")
         return observed
-
-
-def _queued_from(snapshot: Snapshot, queue: Queue) -> float:
-    """A job submitted with this sequence or a later one may still be in `queue`."""
-    if not snapshot.depths[queue]:
-        return math.inf
-    return snapshot.oldest[queue] or 0

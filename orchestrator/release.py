@@ -169,26 +169,24 @@ class Sweeper:
         rollouts = sorted(await in_io_thread(self._store.names, self._rollouts))
         removed = 0
         for first in range(0, len(rollouts), SWEPT_AT_ONCE):
-            removed += await self._sweep_some(rollouts[first : first + SWEPT_AT_ONCE])
+            # In this order no file in use is unnamed: a rollout that begins after the listing is not listed; one that
+            # is delivered after its open record was looked up is named by that; one that was delivered before is
+            # committed.
+            some = rollouts[first : first + SWEPT_AT_ONCE]
+            found = sort_out(some, self._ledger.groups, self._ledger.evaluations)
+            released = dict(self._ledger.state.released)
+            await self._ledger.committed()
+            removed += await in_io_thread(self._sweep_rollouts, found, released)
         released, delivered = dict(self._ledger.state.released), self._ledger.state.steps_delivered
         unreleased = released["columns_released"]
         await self._ledger.committed()
         # A kill or an error may have left files of a released step, and a late encoder may add one.
-        for step in range(max(0, unreleased - SWEPT_STEPS), unreleased):
-            removed += await in_io_thread(self._sweep_released_step, step, released)
-        for step in range(max(unreleased, delivered - SWEPT_STEPS), delivered):
+        newest = range(max(unreleased, delivered - SWEPT_STEPS), delivered)
+        for step in [*range(max(0, unreleased - SWEPT_STEPS), unreleased), *newest]:
             removed += await in_io_thread(self._sweep_step, step, released)
         if removed:
             logger.info("action=swept files=%d", removed)
         return removed
-
-    async def _sweep_some(self, names: list[str]) -> int:
-        # In this order no file in use is unnamed: a rollout that begins after the listing is not listed; one that is
-        # delivered after its open record was looked up is named by that; one that was delivered before is committed.
-        found = sort_out(names, self._ledger.groups, self._ledger.evaluations)
-        released = dict(self._ledger.state.released)
-        await self._ledger.committed()
-        return await in_io_thread(self._sweep_rollouts, found, released)
 
     def _sweep_rollouts(self, found: SomeRollouts, released: Mapping[str, int]) -> int:
         named = found.named
@@ -199,16 +197,15 @@ class Sweeper:
         return sum(self._sweep(ids.rollout_directory(self._run, name), named) for name in swept)
 
     def _sweep_step(self, step: int, released: Mapping[str, int]) -> int:
+        if step < released["columns_released"]:
+            if self._format != "native":
+                unpublish_prime_rl(self._format, self._published_in, step)
+            # Almost all have nothing but their manifest, which is not read then.
+            if step >= released["manifests_released"] and {*self._store.names(step_directory(step))} <= {NAME}:
+                return 0
         manifest = read_manifest(self._store, step)
         named = unreleased_keys(manifest, released) if manifest else {manifest_key(step)}
         return self._sweep(step_directory(step), named)
-
-    def _sweep_released_step(self, step: int, released: Mapping[str, int]) -> int:
-        """Almost all have nothing but their manifest, which is not read then."""
-        if self._format != "native":
-            unpublish_prime_rl(self._format, self._published_in, step)
-        left = set(self._store.names(step_directory(step))) - {NAME}
-        return self._sweep_step(step, released) if left or step < released["manifests_released"] else 0
 
     def _sweep(self, directory: str, named: set[str]) -> int:
         with Reported(f"sweep {directory}"):

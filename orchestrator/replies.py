@@ -41,7 +41,7 @@ class Replies:
         self._attendance.note(reply)
         stage = self._pipeline.stage_of(job)
         gate, result = stage.gate, reply.result
-        if gate and reply.outcome in (Outcome.DONE, Outcome.FAILED):
+        if reply.outcome in (Outcome.DONE, Outcome.FAILED):
             gate.reopen()
         error = reply.error or "the reply does not answer the job"
         match reply.outcome:
@@ -50,12 +50,12 @@ class Replies:
                 self._ledger.end(job, JobState.SETTLED, result=result)
                 stage.settled(job, result, reply)
             case Outcome.RELEASED if newest:
-                self._probe_lost(job)
+                gate.probe_lost(job.id)
                 self._ledger.event(job.id, "released", f"attempt {reply.attempt} by {reply.worker}")
                 self._ledger.retry(job)
             case Outcome.DECLINED if newest:
                 self._give_back(job, reply)
-            case Outcome.UNREACHABLE | Outcome.UNWRITTEN if newest and gate:
+            case Outcome.UNREACHABLE | Outcome.UNWRITTEN if newest and stage.stage.gate:
                 self._attendance.blames_job(job, reply.node)
                 if self._attendance.is_excluded(reply.node):
                     gate.probe_lost(job.id)
@@ -76,21 +76,17 @@ class Replies:
             self._kill(job, f"{job.failures} failures, the last: {error}", error)
 
     def job_lost(self, job: JobRecord, why: str) -> None:
-        self._probe_lost(job)
+        self._pipeline.stage_of(job).gate.probe_lost(job.id)
         self._ledger.event(job.id, "lost", f"attempt {job.attempt}: {why}")
         self._ledger.retry(job, error=why, losses=1)
         if job.losses >= self._config.recovery.max_losses:
             self._kill(job, f"lost {job.losses} times, the last: {why}", why)
 
     def _give_back(self, job: JobRecord, reply: Reply) -> None:
-        self._probe_lost(job)
+        self._pipeline.stage_of(job).gate.probe_lost(job.id)
         self._ledger.event(job.id, "declined", f"attempt {reply.attempt} by {reply.node}")
         self._attendance.give_back(job)
         self._ledger.retry(job)
-
-    def _probe_lost(self, job: JobRecord) -> None:
-        if gate := self._pipeline.stage_of(job).gate:
-            gate.probe_lost(job.id)
 
     def _fence(self, reply: Reply) -> None:
         if reply.outcome is Outcome.DONE:

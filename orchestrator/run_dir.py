@@ -56,19 +56,24 @@ def begin_or_resume(config: RunConfig) -> str:
             "redis": address(config.redis_url),
             "ledger": relative_path(config.run_dir, config.ledger_path),
             "store": stored_url(config.run_dir, config.store_url),
-            **_published_in(config),
         }
+        if config.batch.format != "native":  # where prime-rl's trainer reads and broadcasts, for `headpond gc`
+            content["output_dir"] = relative_path(config.run_dir, config.prime_rl_dir)
         if stored:
-            _refuse_second_ledger(config, config.run_dir / stored["ledger"])
-            _refuse_second_store(config, stored["store"])
-            _refuse_other_release(config.ledger_path)
+            _refuse_other_places(config, stored)
+            if config.ledger_path.exists():
+                with schema.reading(config.ledger_path):  # refuses another release's before anything is written
+                    pass
             content["changed"] = [*content["changed"], *_changed(config, stored)][-CHANGES_KEPT:]
         with _explained_store(store):
             _refuse_store_of_another_run(store, content["run"])
         if content != stored:
             write_json(config.run_dir / "run.json", content, durable=True)
         with _explained_store(store):
-            _claim_store(store, content["run"])
+            # After run.json: a kill in between must not leave a store that belongs to a run without a directory.
+            if owner_of(store) is None:
+                store.create(ids.OWNER_KEY, content["run"].encode())
+            _refuse_store_of_another_run(store, content["run"])
     for folder in (BATCHES, inputs.FOLDER):
         with Reported(f"remove incomplete files of {folder}"):
             store.tidy(folder)
@@ -108,19 +113,6 @@ def write_json(path: Path, content: dict[str, Any], *, durable: bool = False) ->
     atomic.write(path, orjson.dumps(content, option=orjson.OPT_INDENT_2), durable=durable)
 
 
-def _published_in(config: RunConfig) -> dict[str, str]:
-    """Where prime-rl's trainer reads and broadcasts, for `headpond gc`."""
-    native = config.batch.format == "native"
-    return {} if native else {"output_dir": relative_path(config.run_dir, config.prime_rl_dir)}
-
-
-def _claim_store(store: Store, run: str) -> None:
-    """After run.json is written: a kill in between must not leave a store that belongs to a run without a directory."""
-    if owner_of(store) is None:
-        store.create(ids.OWNER_KEY, run.encode())
-    _refuse_store_of_another_run(store, run)
-
-
 def _refuse_store_of_another_run(store: Store, run: str) -> None:
     """A store belongs to one run: the steps of two runs would have the same names."""
     if (owner := owner_of(store)) not in (None, run):
@@ -145,25 +137,17 @@ def _changed(config: RunConfig, stored: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _refuse_second_ledger(config: RunConfig, stored: Path) -> None:
-    if stored.exists() and not config.ledger_path.exists():
+def _refuse_other_places(config: RunConfig, stored: dict[str, Any]) -> None:
+    """Another ledger or store is accepted only if the run's files are there."""
+    ledger = config.run_dir / stored["ledger"]
+    if ledger.exists() and not config.ledger_path.exists():
         raise RunMismatch(
-            f"the ledger of the run in {config.run_dir} is {stored}, and there is none at {config.ledger_path}: "
+            f"the ledger of the run in {config.run_dir} is {ledger}, and there is none at {config.ledger_path}: "
             "move it there, or set ledger_dir back"
         )
-
-
-def _refuse_other_release(ledger: Path) -> None:
-    """Before anything is written: the release that can resume the run finds it as it was."""
-    if ledger.exists():
-        with schema.reading(ledger):
-            pass
-
-
-def _refuse_second_store(config: RunConfig, stored: str) -> None:
-    """Another URL is accepted only if the run's files are there."""
-    if stored_url(config.run_dir, config.store_url) != stored and owner_of(open_store(config.store_url)) is None:
+    moved = stored_url(config.run_dir, config.store_url) != stored["store"]
+    if moved and owner_of(open_store(config.store_url)) is None:
         raise RunMismatch(
-            f"the store of the run in {config.run_dir} is {stored}, and {config.store_url} holds nothing of it: "
-            "move its files there, or set store back"
+            f"the store of the run in {config.run_dir} is {stored['store']}, and {config.store_url} holds nothing of "
+            "it: move its files there, or set store back"
         )

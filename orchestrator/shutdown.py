@@ -27,7 +27,7 @@ from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.rows import GroupRecord
 from headpond.orchestrator.submission import MESSAGES_AT_ONCE
 from headpond.orchestrator.workforce.leases import LEASES_AT_ONCE, read_leases, remove_leases
-from headpond.store import Store, open_store
+from headpond.store import open_store
 from headpond.tasks import app, inputs
 from headpond.tasks.celery_app import broker_settings
 
@@ -115,7 +115,9 @@ class Shutdown:
         # Of every run, as the messages: a live worker writes its lease again within a second, and removes it itself.
         await remove_leases(self._broker, list(await read_leases(self._broker)))
         await self._replies.delete()
-        await in_io_thread(_delete_inputs, open_store(self._config.store_url), self._run)
+        store = open_store(self._config.store_url)
+        with Reported("list the job inputs"):
+            await in_io_thread(delete, store, await in_io_thread(inputs.keys, store, self._run))
 
     async def resume(self) -> None:
         """A run that has ended continues with more steps."""
@@ -177,11 +179,6 @@ def _revoke(task_ids: list[str]) -> None:
             app.control.revoke(task_ids, terminate=True, connection=connection)
     except (OperationalError, RedisError, OSError) as error:
         logger.warning("action=not_revoked tasks=%d error=%s", len(task_ids), error)
-
-
-def _delete_inputs(store: Store, run: str) -> None:
-    with Reported("list the job inputs"):
-        delete(store, inputs.keys(store, run))
 
 
 async def _take(client: Any, queue: Queue) -> list[bytes]:

@@ -56,7 +56,7 @@ class RunStage(Generic[R]):
         self._ledger = parts.ledger
         self._causes = parts.causes
         self._parts = parts
-        self.gate: Gate | None = parts.gates.all[self.stage.gate] if self.stage.gate else None
+        self.gate = parts.gates.all[self.stage.gate] if self.stage.gate else Gate()
 
     @property
     def timeout_s(self) -> float:
@@ -90,11 +90,7 @@ class RunStage(Generic[R]):
         raise NotImplementedError
 
     def reads_besides(self, job: JobRecord) -> Iterable[str]:
-        """Files that another job wrote for this one: they are deleted when no job needs them."""
-        return ()
-
-    def needed_inputs(self) -> Iterable[str]:
-        """Keys of files that may not be deleted, but for those of groups."""
+        """Files that the run does not write and a job needs: they are deleted when no job needs them."""
         return ()
 
     # after its reply

@@ -51,16 +51,10 @@ def run(
         asyncio.Runner(loop_factory=event_loop_factory(concurrency=IO_CONCURRENCY)) as runner,
     ):
         run = run_dir.begin_or_resume(config)
-        work = _run(config, run, on_status, listener, batch_phase=batch_phase, engine_check=engine_check)
-        return runner.run(_run_collecting(work))
+        return runner.run(_run(config, run, on_status, listener, batch_phase=batch_phase, engine_check=engine_check))
 
 
-async def _run_collecting(work: Awaitable[dict[str, Any]]) -> dict[str, Any]:
-    """By Python's own rule, a collection with 160,000 open rollouts blocks the loop for 145 ms."""
-    async with garbage.aging_collection():
-        return await work
-
-
+@garbage.aging_collection()  # by Python's own rule, a collection with 160,000 open rollouts blocks the loop for 145 ms
 async def _run(
     config: RunConfig,
     run: str,
@@ -70,7 +64,9 @@ async def _run(
     batch_phase: bool,
     engine_check: Sequence[str] | None,
 ) -> dict[str, Any]:
-    show_stacks_on_signal(asyncio.get_running_loop())
+    # `kill -USR1 PID` prints the stacks of threads at once, and of tasks when the loop runs again.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, _show_tasks)
+    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)
     broker = Broker(config.redis_url)
     await broker.connect(patience_s=config.recovery.redis_patience_s)
     rebuild.rebuild_if_lost(config, lambda: _releasable(config))
@@ -140,13 +136,7 @@ def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
     return next((error for error in errors if isinstance(error, HeadpondError)), errors[0])
 
 
-def show_stacks_on_signal(loop: asyncio.AbstractEventLoop) -> None:
-    """Let `kill -USR1 PID` print the stacks of threads at once, and of tasks when the loop runs again."""
-    loop.add_signal_handler(signal.SIGUSR1, _show_tasks, loop)
-    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)
-
-
-def _show_tasks(loop: asyncio.AbstractEventLoop) -> None:
-    for task in asyncio.all_tasks(loop):
+def _show_tasks() -> None:
+    for task in asyncio.all_tasks():
         task.print_stack(file=sys.stderr)
     sys.stderr.flush()

@@ -29,8 +29,8 @@ logger = logging.getLogger("headpond.submission")
 AT_ONCE = 32  # jobs for one commit and one Redis command
 LOOKED_AT_AT_ONCE = 4_000  # waiting jobs: about 1 ms. Thousands wait when the engine is away or a run is resumed
 MESSAGES_AT_ONCE = 100  # to parse: about 1 ms
+READERS_AT_ONCE = 1_000  # jobs: about 1 ms
 LOOK_ABOVE = 64  # files that may be left although no job reads them: looking for them costs as much as is open
-GROUPS_AT_ONCE = 1_000  # groups: about 1 ms
 FORGOTTEN_AT_ONCE = 100  # files: freeing the contents takes about 0.5 ms. 2,500 at once took 10 ms
 
 
@@ -58,21 +58,19 @@ class Submitter:
     async def remove_leftovers(self) -> None:
         """Remove the queued messages of other runs, which no orchestrator waits for: call with the lock held."""
         for queue in Queue:
-            others = await self._messages_of_others(queue)
+            others = list[bytes]()
+            queued = await self._broker.call(lambda client, queue=queue: client.llen(queue))
+            # From the side on which messages are added: workers that take some from the other side hide none.
+            for first in range(0, queued, MESSAGES_AT_ONCE):
+                messages: Any = await self._broker.call(
+                    lambda client, queue=queue, first=first: client.lrange(queue, first, first + MESSAGES_AT_ONCE - 1)
+                )
+                tasks = [(envelope.task_of(message), message) for message in messages]
+                others += [message for task, message in tasks if task and task.run != self._run]
             for message in others:
-                await self._broker.call(lambda client, queue=queue, message=message: _remove(client, queue, message))
+                await self._broker.call(lambda client, queue=queue, message=message: client.lrem(queue, 0, message))  # pyright: ignore
             if others:
                 logger.warning("action=leftovers_removed queue=%s messages=%d", queue, len(others))
-
-    async def _messages_of_others(self, queue: Queue) -> list[bytes]:
-        """Read from the side on which messages are added: workers that take some from the other side hide none."""
-        others: list[bytes] = []
-        for first in range(0, await self._broker.call(lambda client: client.llen(queue)), MESSAGES_AT_ONCE):
-            messages: Any = await self._broker.call(
-                lambda client, first=first: client.lrange(queue, first, first + MESSAGES_AT_ONCE - 1)
-            )
-            others += [message for message in messages if (task := envelope.task_of(message)) and task.run != self._run]
-        return others
 
     async def submit_waiting(self) -> None:
         """Submit every job that waits and is due. Stages before rollouts: groups are finished before others begin."""
@@ -82,14 +80,13 @@ class Submitter:
                 if job.not_before <= now:
                     due[job.stage].append(job)
         stages = self._pipeline.stages.values()
-        await self._submit_due(None, [job for stage in stages if not stage.gate for job in due[stage.name]])
-        for stage in sorted((stage for stage in stages if stage.gate), key=lambda stage: stage.stage.ends_itself):
+        for stage in sorted(stages, key=lambda stage: (stage.stage.gate is not None, stage.stage.ends_itself)):
             if not stage.stage.ends_itself or self._may_play():
                 await self._submit_due(stage.gate, due[stage.name])
 
-    async def _submit_due(self, gate: Gate | None, jobs: list[JobRecord]) -> None:
+    async def _submit_due(self, gate: Gate, jobs: list[JobRecord]) -> None:
         for first in range(0, len(jobs), AT_ONCE):
-            if gate and not gate.open:
+            if not gate.open:
                 await self._submit_probe(gate, jobs[first:])
                 break
             await self._submit_some(jobs[first : first + AT_ONCE])
@@ -128,10 +125,6 @@ class Submitter:
         return envelope.encode(
             stage.stage, stage.message(job), settings=attendance.digest_for(job), failed_by=attendance.listed(job)
         )
-
-
-async def _remove(client: Any, queue: Queue, message: bytes) -> None:
-    await client.lrem(queue, 0, message)
 
 
 class InputFiles:
@@ -176,16 +169,15 @@ class InputFiles:
         return True
 
     async def _stale(self) -> set[str]:
-        """The files that are not needed: looked for when there are twice as many as the last look has left."""
+        """The files that no job needs: looked for when there are twice as many as the last look has left."""
         if len(self._written) < self._look_at:
             return set()
-        # Only the caller's task writes files, so that no other file is needed after a slice than before it.
-        stages = self._pipeline.stages.values()
-        needed = {key for stage in stages for key in stage.needed_inputs()}
-        _, *reading = self._pipeline.of_group
-        groups = self._ledger.groups_in(*(stage.name for stage in reading))
-        async for some in in_slices(groups, GROUPS_AT_ONCE):
-            needed |= {inputs.key(self._run, group.id) for group in some}
+        # Only the caller's task writes files, so that no job needs another file after a slice than before it.
+        needed = set[str | None]()
+        async for some in in_slices(list(self._ledger.jobs.values()), READERS_AT_ONCE):
+            for job in some:
+                stage = self._pipeline.stage_of(job)
+                needed |= {stage.key(job), *stage.reads_besides(job)}
         stale = self._written.keys() - needed
         self._look_at = max(LOOK_ABOVE, 2 * (len(self._written) - len(stale)))
         return stale

@@ -62,29 +62,24 @@ class Trainer:
         """Apply new acknowledgements and a new policy version, which is lower when a trainer resumes from an older
         checkpoint. RunError if the first one is below the run's start version."""
         with self._reading:
-            self._apply(self._without_held_policy(await in_io_thread(self._read)))
+            state = await in_io_thread(self._read)
+            new = state.policy and state.policy.version != self._ledger.state.policy_version
+            # A newer version is taken when nothing needs the present weights any more.
+            self._apply(replace(state, policy=self.state.policy) if new and self.holds_update() else state)
 
     def _apply(self, state: TrainerState) -> None:
         if state.policy and not self._ledger.state.policy_published:
             self._check_first(state.policy.version)
+            self._ledger.state.policy_published = True
         if state.policy and state.policy.version != self._ledger.state.policy_version:
             self._ledger.state.policy_version = state.policy.version
-        if state.policy and not self._ledger.state.policy_published:
-            self._ledger.state.policy_published = True
         if state.acked > self.state.acked:
             self._ledger.train(state.acked)
             if self.state.epoch or self.state.policy:  # seen before: a complete run that is started again does not wait
                 self._progress_s = time.monotonic()
         self.state = state
-        if self.may_seal(self._ledger.state.steps_delivered):
-            self._awaited_since = None
-        else:
-            self._awaited_since = self._awaited_since or time.monotonic()
-
-    def _without_held_policy(self, state: TrainerState) -> TrainerState:
-        """A newer version is taken when nothing needs the present weights any more."""
-        new = state.policy and state.policy.version != self._ledger.state.policy_version
-        return replace(state, policy=self.state.policy) if new and self.holds_update() else state
+        awaited = not self.may_seal(self._ledger.state.steps_delivered)
+        self._awaited_since = (self._awaited_since or time.monotonic()) if awaited else None
 
     def _check_first(self, version: int) -> None:
         """A trainer may publish the weights that it begins with, under a lower number, before a step is composed. Later
@@ -128,9 +123,8 @@ class Trainer:
     @property
     def last_broadcast_awaited(self) -> bool:
         """Whether a complete run stays for its trainer, which waits until each of its broadcasts is accepted."""
-        if not self._handshake or self._progress_s is None or self._untrained_steps == 0:
-            return False
-        return time.monotonic() - self._progress_s < self._settings.last_broadcast_s
+        progress_s = self._progress_s if self._handshake and self._untrained_steps else None
+        return progress_s is not None and time.monotonic() - progress_s < self._settings.last_broadcast_s
 
     @property
     def _untrained_steps(self) -> int:

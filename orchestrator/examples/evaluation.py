@@ -148,12 +148,6 @@ class Evaluations:
             update = {"reward": rewards[id]} | ({"rewards": named} if named else {})
             self._evaluated(record, index, record.unscored.pop(index).model_copy(update=update))
 
-    def score_jobs(self) -> set[str]:
-        """The jobs that score examples, and those that will."""
-        records = self._ledger.evaluations.values()
-        unscored = ((record, index) for record in records for index in record.unscored)
-        return {ids.evaluation_score(record.number, index // record.rollouts) for record, index in unscored}
-
     def fits(self, job: JobRecord, rewards: Mapping[str, float]) -> bool:
         record = self._record(job)
         wanted = {ids.evaluation_rollout(record.number, index) for index in self._unscored(record, job)}

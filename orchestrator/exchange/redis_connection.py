@@ -50,7 +50,9 @@ class Broker:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, RETRY_MOST_S)
             else:
-                self._up()
+                if self.trouble is not None:
+                    logger.info("action=redis_back at=%s", address(self._url))
+                self.trouble = None
                 return result
 
     async def connect(self, *, patience_s: float) -> None:
@@ -84,8 +86,3 @@ class Broker:
         if now - self._logged_at >= LOG_EVERY_S:
             self._logged_at = now
             logger.warning("action=redis_away for_s=%.0f %s", now - self._down_since, self.trouble)
-
-    def _up(self) -> None:
-        if self.trouble is not None:
-            logger.info("action=redis_back at=%s", address(self._url))
-        self.trouble = None

@@ -6,7 +6,7 @@ a manifest is delivered; the ledger may record it later.
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from headpond.batches import EncodedRank, Manifest, read_manifest, seal_manifest
 from headpond.batches.plan import FIRST_STEP
@@ -78,24 +78,21 @@ class Composer:
                 self.form_again(batch, "an encoding job was cancelled")
                 return None
             unreadable = {rollout for result in results for rollout in result.unreadable}
-            dead = [job for job in jobs if job.state is JobState.DEAD]
             if unreadable:
-                self._form_without(batch, unreadable)
+                self.form_again(batch, f"{len(unreadable)} rollouts cannot be read", unreadable)
                 return None
-            if dead:
+            if dead := [job for job in jobs if job.state is JobState.DEAD]:
                 self._count_formation(batch, dead[0].error)
                 return None
             ranks = [result.rank for result in results if result.rank]
-            if len(ranks) == len(jobs):
-                return (batch, ranks) if batch.step == visible or self._still_fresh(batch) else None
+            if len(ranks) < len(jobs):
+                return None
+            versions = {rollout.result.version_first for rollout in batch.rollouts() if rollout.result}
+            if batch.step == visible or not any(map(self._staleness.drops, versions)):
+                return batch, ranks
+            self.form_again(batch, "a rollout became stale while it was encoded")
+            return None
         return None
-
-    def _still_fresh(self, batch: BatchRecord) -> bool:
-        """Checked again before sealing: rollouts may have become stale while the step was encoded."""
-        if not any(map(self._staleness.drops, {r.result.version_first for r in batch.rollouts() if r.result})):
-            return True
-        self.form_again(batch, "a rollout became stale while it was encoded")
-        return False
 
     def _count_formation(self, batch: BatchRecord, error: str | None) -> None:
         self.form_again(batch, error or "an encoding job died")
@@ -107,18 +104,13 @@ class Composer:
                 f"{sentence(str(error))} Fix the cause and run the same command again; nothing is lost"
             )
 
-    def form_again(self, batch: BatchRecord, why: str) -> None:
-        logger.warning("action=step_formed_again step=%d formation=%d why=%s", batch.step, batch.formation, why)
+    def form_again(self, batch: BatchRecord, why: str, unreadable: Collection[str] = ()) -> None:
+        """Form the step without `unreadable` rollouts: their blobs were damaged or deleted after the filters."""
+        logger.warning("action=step_formed_again step=%d unreadable=%s formation=%d why=%s", batch.step,
+                       ",".join(sorted(unreadable)), batch.formation, why)  # fmt: skip
         self._ledger.event(f"step {batch.step}", "formed_again", why)
         self._ledger.dissolve(batch)
-
-    def _form_without(self, batch: BatchRecord, unreadable: set[str]) -> None:
-        """Form the step without rollouts whose blobs were damaged or deleted after they had been checked."""
-        logger.error("action=step_formed_again step=%d unreadable=%s", batch.step, ",".join(sorted(unreadable)))
-        self._ledger.event(f"step {batch.step}", "formed_again", f"{len(unreadable)} rollouts cannot be read")
-        groups = list(batch.groups)
-        self._ledger.dissolve(batch)
-        for group in groups:
+        for group in batch.groups if unreadable else ():
             self._drop_from(group, "blob_corrupt", lambda rollout: rollout.id in unreadable)
 
     async def drop_stale(self) -> None:

@@ -1,6 +1,6 @@
 """Batch phase: the final advantages of a step. The result is a file that the job wrote, because a step may be large."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from headpond.errors import BlobError, RunError, StageError, sentence
@@ -40,16 +40,11 @@ class BatchPhase(StepStage[batch_phase.BatchPhaseResult]):
         """In a thread: 12 ms for 2,048 rollouts. Only the caller's task changes an open step."""
         return await in_io_thread(step_values, self.batch(job), self._ledger.state.last_step.estimator_state)
 
-    def needed_inputs(self) -> Iterable[str]:
-        for batch in self._ledger.batches.values():
-            if job := self._ledger.jobs.get(batch.batch_phase_id):
-                yield self.key(job)
-                yield from self._result_keys(batch, job) or ()
-
-    def _result_keys(self, batch: BatchRecord, job: JobRecord) -> tuple[str, str] | None:
+    def reads_besides(self, job: JobRecord) -> tuple[str, str] | tuple[()]:
         """The files that a settled job wrote: the advantages, and those of the turns if there are any."""
         if not isinstance(job.result, batch_phase.BatchPhaseResult):
-            return None
+            return ()
+        batch = self.batch(job)
         execution = self._run, batch.step, batch.formation, job.result.execution
         return advantages_key(*execution), step_credit_key(*execution)
 
@@ -65,8 +60,7 @@ class BatchPhase(StepStage[batch_phase.BatchPhaseResult]):
                     f"{batch.step}: {sentence(str(job.error))} Fix it, restart the compute workers, then start the run "
                     "again; nothing is lost"
                 )
-            keys = self._result_keys(batch, job)
-            if keys is None:
+            if not (keys := self.reads_besides(job)):
                 continue
             key, credit = keys
             try:

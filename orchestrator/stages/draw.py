@@ -1,7 +1,7 @@
 """Draw: a sampler draws examples in advance, so that planning never waits for it."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from headpond import ids
 from headpond.data import PlayedGroup
@@ -77,11 +77,6 @@ class Draw(RunStage[draw.DrawResult]):
             played=self._played(name, environment.draw_until),
             state=self._state.samplers[name].state or None,
         )
-
-    def needed_inputs(self) -> Iterable[str]:
-        for name in self._examples.sampled:
-            if job := self._ledger.jobs.get(self._state.environments[name].draw_job):
-                yield self.key(job)
 
     def fits(self, job: JobRecord, result: draw.DrawResult) -> bool:
         return all(0 <= example < self._examples.size(job.subject) for example in result.examples)

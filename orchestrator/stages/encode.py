@@ -24,9 +24,7 @@ class Encode(StepStage[encode.EncodeResult]):
         return {"step": int(job.subject), "data_rank": EncodeJobId.parse(job.id).data_rank}
 
     def key(self, job: JobRecord) -> str:
-        return self._plan_key(self.batch(job))
-
-    def _plan_key(self, batch: BatchRecord) -> str:
+        batch = self.batch(job)
         return inputs.step_key(self._run, batch.step, batch.formation)
 
     async def inputs(self, job: JobRecord) -> BatchPlan:
@@ -36,12 +34,6 @@ class Encode(StepStage[encode.EncodeResult]):
     def reads_besides(self, job: JobRecord) -> Iterable[str]:
         credit = self.batch(job).credit
         return [credit] if credit else []
-
-    def needed_inputs(self) -> Iterable[str]:
-        for batch in self._ledger.batches.values():
-            yield self._plan_key(batch)
-            if batch.credit:
-                yield batch.credit
 
     def fits(self, job: JobRecord, result: encode.EncodeResult) -> bool:
         return result.rank is not None or bool(result.unreadable)

@@ -54,9 +54,6 @@ class EvaluationScore(RunStage[score.ScoreResult]):
     async def inputs(self, job: JobRecord) -> GroupInputs:
         return self._evaluations.score_inputs(job)
 
-    def needed_inputs(self) -> set[str]:
-        return {inputs.key(self._run, job) for job in self._evaluations.score_jobs()}
-
     def fits(self, job: JobRecord, result: score.ScoreResult) -> bool:
         return self._evaluations.fits(job, result.rewards)
 

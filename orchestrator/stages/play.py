@@ -21,8 +21,8 @@ class Play(GroupStage[RolloutResult]):
         super().__init__(parts)
         self._staleness = Staleness(parts.config, parts.ledger)
         self._poison = Poison(parts.config, parts.ledger)
-        self.cancelled: list[JobRecord] = []
-        """submitted jobs that are no longer needed: revoking them saves work"""
+        self.unneeded: list[str] = []
+        """Celery task ids of running attempts that are no longer needed: revoking them saves work"""
 
     def key(self, job: JobRecord) -> None:
         return None
@@ -92,10 +92,9 @@ class Play(GroupStage[RolloutResult]):
     def _cancel(self, rollouts: list[RolloutRecord], reason: str) -> None:
         for rollout in rollouts:
             job = self._ledger.jobs[rollout.id]
-            if self.gate:
-                self.gate.probe_lost(job.id)
+            self.gate.probe_lost(job.id)
             if job.state is JobState.SUBMITTED:
-                self.cancelled.append(job)
+                self.unneeded.append(job.task_id(self._run))
             self._ledger.end(job, JobState.CANCELLED)
             self._ledger.drop(rollout, reason)
 

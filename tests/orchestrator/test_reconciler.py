@@ -18,7 +18,7 @@ from headpond.orchestrator.exchange.gates import Gates
 from headpond.orchestrator.exchange.redis_connection import Broker
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.rows import GroupRecord, JobRecord
-from headpond.orchestrator.reconciler import Findings, Reconciler, Snapshot
+from headpond.orchestrator.reconciler import Reconciler, Snapshot
 from headpond.orchestrator.workforce.leases import LEASES_AT_ONCE, read_leases, remove_leases
 from headpond.processes.embedded_redis import EmbeddedRedis
 from headpond.records.rollout import RolloutResult
@@ -28,7 +28,7 @@ RUN = "run"
 LEASE_S = 10.0
 
 
-def judge(reconciler: Reconciler, snapshot: Snapshot) -> Findings:
+def judge(reconciler: Reconciler, snapshot: Snapshot) -> list[str]:
     return asyncio.run(reconciler.judge(snapshot))
 
 
@@ -51,7 +51,7 @@ class Scene:
         self.reconciler = reconciling(config, ledger, Broker("redis://unused/0"), gates)
         self.poll_s = self.reconciler.poll_s
 
-    def poll(self, *, lease: str | None = None, depth: int = 0, oldest: int | None = None) -> Findings:
+    def poll(self, *, lease: str | None = None, depth: int = 0, oldest: int | None = None) -> list[str]:
         """One poll; `lease` is the value of the job's lease."""
         leases = {f"{RUN}.{self.job.id}.{self.job.attempt}.x": lease} if lease else {}
         depths = dict.fromkeys(Queue, 0) | {Queue.ROLLOUTS: depth}
@@ -86,10 +86,10 @@ def test_a_lease_without_beats_expires_and_its_job_is_submitted_again(scene: Sce
     scene.pass_time(LEASE_S - 1, lease="worker:1")
     assert scene.lost == 0
     scene.clock.advance(scene.poll_s)
-    findings = scene.poll(lease="worker:1")
+    expired = scene.poll(lease="worker:1")
     assert scene.lost == 1
     assert scene.job.state is JobState.WAITING
-    assert findings.expired_leases == [f"{RUN}.{scene.job.id}.1.x"]
+    assert expired == [f"{RUN}.{scene.job.id}.1.x"]
     assert scene.job.id in scene.ledger.waiting
 
 
@@ -178,16 +178,16 @@ def test_a_stale_lease_of_another_run_is_cleared_and_touches_no_job(scene: Scene
     expired: list[str] = []
     for _ in range(12):
         scene.clock.advance(scene.poll_s)
-        expired = judge(scene.reconciler, stale).expired_leases
+        expired = judge(scene.reconciler, stale)
     assert expired == ["other.g0000001-0.1.x"]
     assert scene.lost == 0
 
 
 def test_a_rollout_over_its_time_out_is_lost_and_revoked(scene: Scene) -> None:
-    revoked: list[str] = []
+    revoked = scene.reconciler._pipeline.play.unneeded
     for beat in range(round(100 + GRACE_S + LEASE_S) + 5):
         scene.clock.advance(1)
-        revoked += scene.poll(lease=f"worker:{beat}").revoke
+        scene.poll(lease=f"worker:{beat}")
         if beat <= 100 + GRACE_S + LEASE_S:
             assert not revoked
     assert revoked == [f"{RUN}.{scene.job.id}.1"]
@@ -220,7 +220,7 @@ def poll(reconciler: Reconciler, clock: Clock, times: int, running: str | None =
         clock.advance(reconciler.poll_s)
         leases = {f"{RUN}.{running}.1.x": f"worker:{clock.now}"} if running else {}
         snapshot = Snapshot(leases=leases, depths=dict.fromkeys(Queue, 1), oldest=dict.fromkeys(Queue))
-        assert judge(reconciler, snapshot).revoke == []
+        judge(reconciler, snapshot)
 
 
 def one_unfinished(ledger: Ledger) -> GroupRecord:
@@ -306,7 +306,7 @@ def missing(last_sequence: float = math.inf) -> Snapshot:
     return Snapshot(leases={}, depths=depths, oldest=oldest, last_sequence=last_sequence)
 
 
-def judge_meanwhile(scene: Scene, snapshot: Snapshot, meanwhile: Callable[[], None], *, after: int) -> Findings:
+def judge_meanwhile(scene: Scene, snapshot: Snapshot, meanwhile: Callable[[], None], *, after: int) -> list[str]:
     """Call `meanwhile` between two slices."""
 
     async def other() -> None:
@@ -314,7 +314,7 @@ def judge_meanwhile(scene: Scene, snapshot: Snapshot, meanwhile: Callable[[], No
             await asyncio.sleep(0)
         meanwhile()
 
-    async def main() -> Findings:
+    async def main() -> list[str]:
         judging = asyncio.create_task(scene.reconciler.judge(snapshot))
         await asyncio.gather(judging, other())
         return judging.result()

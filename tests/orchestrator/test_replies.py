@@ -232,7 +232,7 @@ def test_a_group_with_too_few_rollouts_left_is_dropped(scene: Scene) -> None:
                 scene.ledger.submit(scene.ledger.jobs[rollout.id])
     assert scene.states() == [RolloutState.DEAD] * 3 + [RolloutState.FILTERED]
     assert scene.ledger.reasons == {"cancelled": 1}
-    assert [job.task_id("run") for job in scene.pipeline.play.cancelled] == [f"run.{scene.group.rollouts[3].id}.1"]
+    assert scene.pipeline.play.unneeded == [f"run.{scene.group.rollouts[3].id}.1"]
     assert scene.group.state == GroupState.CLOSED
     assert scene.ledger.state.dropped_in_a_row == 1
     scene.reply(scene.group.rollouts[3].id, result=RolloutResult(reward=1.0))

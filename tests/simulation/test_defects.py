@@ -13,7 +13,7 @@ from headpond.orchestrator.exchange.reply_stream import ReplyStream
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.planning.composer import Composer
 from headpond.orchestrator.planning.planner import Planner
-from headpond.orchestrator.reconciler import Findings, Reconciler, Snapshot
+from headpond.orchestrator.reconciler import Reconciler, Snapshot
 from headpond.tasks.stage import Reply
 from simulation.faults import drawn
 from simulation.playing import play
@@ -35,8 +35,8 @@ async def waited_for_by_the_submitter_alone(ledger: Ledger) -> None:
         await committed(ledger)
 
 
-async def finds_nothing(reconciler: Reconciler, snapshot: Snapshot) -> Findings:
-    return Findings()
+async def finds_nothing(reconciler: Reconciler, snapshot: Snapshot) -> list[str]:
+    return []
 
 
 async def position_stays(replies: ReplyStream) -> str:
