@@ -293,6 +293,7 @@ class Orchestrator:
         await self.metrics.prepare(batch)
         ranks = [result.rank for result in self.pipeline.encode.results(batch) if result.rank]
         self.metrics.measure(batch, ranks)
+        self.pipeline.release_inputs(batch)
         self.ledger.deliver(batch)
 
     async def read_replies(self) -> None:

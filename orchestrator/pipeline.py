@@ -28,6 +28,7 @@ from headpond.orchestrator.stages.filter import Filter
 from headpond.orchestrator.stages.play import Play
 from headpond.orchestrator.stages.score import Score
 from headpond.orchestrator.stages.survey import Survey
+from headpond.tasks import inputs
 
 
 class Pipeline:
@@ -45,6 +46,7 @@ class Pipeline:
     ) -> None:
         """`least_version`, `abandoned_versions`: see `Parts`. `batch_phase`: whether the estimator has one."""
         self._config = config
+        self._run = run
         self._ledger = ledger
         self.causes = Causes()
         self.evaluations = evaluations
@@ -71,6 +73,15 @@ class Pipeline:
 
     def stage_of(self, job: JobRecord) -> RunStage[Any]:
         return self.stages[job.stage]
+
+    def files_of(self, job: JobRecord) -> list[str]:
+        """Keys of the input files that the job reads."""
+        stage = self.stage_of(job)
+        return [*filter(None, [stage.key(job)]), *stage.reads_besides(job)]
+
+    def release_inputs(self, batch: BatchRecord) -> None:
+        """Call before the step is delivered or formed again: its jobs end with it."""
+        self._ledger.unwanted_blobs += {key for job in self._ledger.jobs_of(batch) for key in self.files_of(job)}
 
     def advance(self, group: GroupRecord) -> None:
         """Begin the next stage that wants the group. After the last one, admit it."""
@@ -101,7 +112,7 @@ class Pipeline:
         for why, number in Counter(rollout.reason for rollout in dropped).items():
             rewards = [rollout.result.reward for rollout in dropped if rollout.result and rollout.reason == why]
             self.causes.dropped(why or reason, number, rewards)
-        self.draw.group_ended(group, reason)
+        self._end(group, reason)
         self._ledger.event(group.id, "dropped", reason)
         self._ledger.state.dropped_in_a_row += 1
         self._ledger.enter(group, GroupState.CLOSED)
@@ -113,11 +124,16 @@ class Pipeline:
             ledger.move(rollout, RolloutState.ADMITTED)
             environment.tokens_admitted += rollout.result.completion_tokens if rollout.result else 0
         ledger.enter(group, GroupState.ADMITTED)
-        self.draw.group_ended(group)
+        self._end(group)
         ledger.state.dropped_in_a_row = 0
         ledger.state.groups_admitted += 1
         environment.groups_admitted += 1
         self._explain(group)
+
+    def _end(self, group: GroupRecord, dropped: str | None = None) -> None:
+        """No stage works on it any more."""
+        self.draw.group_ended(group, dropped)
+        self._ledger.unwanted_blobs.append(inputs.key(self._run, group.id))
 
     def _explain(self, group: GroupRecord) -> None:
         """Count what the group adds to the loss."""

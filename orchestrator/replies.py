@@ -12,7 +12,7 @@ from headpond.orchestrator.ledger.replica_costs import ReplicaCosts
 from headpond.orchestrator.ledger.rows import JobRecord
 from headpond.orchestrator.pipeline import Pipeline
 from headpond.orchestrator.workforce.attendance import Attendance
-from headpond.tasks.stage import Outcome, Reply
+from headpond.tasks.stage import Outcome, Reply, Subject
 
 logger = logging.getLogger("headpond.replies")
 
@@ -49,6 +49,8 @@ class Replies:
                 self._ledger.state.stages[stage.name].settle(reply.duration_s)
                 self._ledger.end(job, JobState.SETTLED, result=result)
                 stage.settled(job, result, reply)
+                if job.subject_kind is Subject.ENVIRONMENT:
+                    self._ledger.unwanted_blobs += self._pipeline.files_of(job)
             case Outcome.RELEASED if newest:
                 gate.probe_lost(job.id)
                 self._ledger.event(job.id, "released", f"attempt {reply.attempt} by {reply.worker}")

@@ -30,8 +30,6 @@ AT_ONCE = 32  # jobs for one commit and one Redis command
 LOOKED_AT_AT_ONCE = 4_000  # waiting jobs: about 1 ms. Thousands wait when the engine is away or a run is resumed
 MESSAGES_AT_ONCE = 100  # to parse: about 1 ms
 READERS_AT_ONCE = 1_000  # jobs: about 1 ms
-LOOK_ABOVE = 64  # files that may be left although no job reads them: looking for them costs as much as is open
-FORGOTTEN_AT_ONCE = 100  # files: freeing the contents takes about 0.5 ms. 2,500 at once took 10 ms
 
 
 class Submitter:
@@ -56,7 +54,9 @@ class Submitter:
         self.inputs = InputFiles(config, run, ledger, pipeline)
 
     async def remove_leftovers(self) -> None:
-        """Remove the queued messages of other runs, which no orchestrator waits for: call with the lock held."""
+        """Remove the queued messages of other runs, which no orchestrator waits for, and the files that none of this
+        run's jobs reads: call with the lock held."""
+        await self.inputs.remove_unneeded()
         for queue in Queue:
             others = list[bytes]()
             queued = await self._broker.call(lambda client, queue=queue: client.llen(queue))
@@ -128,62 +128,35 @@ class Submitter:
 
 
 class InputFiles:
-    """The files that jobs read: written before submission, deleted when no job needs them."""
+    """The files that jobs read: written before submission. The pipeline releases those that no job reads again."""
 
     def __init__(self, config: RunConfig, run: str, ledger: Ledger, pipeline: Pipeline) -> None:
         self._run = run
         self._ledger = ledger
         self._pipeline = pipeline
         self._store = open_store(config.store_url)
-        self._written: dict[str, Content | None] = dict.fromkeys(inputs.keys(self._store, run))
-        """files in the store; None for those of an earlier orchestrator"""
-        self._look_at = 0
         self.writing = Reported(f"write to the store {self._store}", "free space or repair it; nothing is lost")
 
     async def ensure(self, jobs: list[JobRecord]) -> bool:
-        """Write the files that `jobs` read. False when the store cannot be written: the jobs wait.
-
-        An unchanged file is not written again, except for a job that is retried: it may have failed for lack of it.
-        """
-        readers: dict[str, JobRecord] = {}
-        retried: set[str] = set()
-        for job in jobs:
-            stage = self._pipeline.stage_of(job)
-            if (key := stage.key(job)) is not None:
-                readers[key] = job
-                retried |= {key} if job.attempt else set()
-                self._written |= {other: self._written.get(other) for other in stage.reads_besides(job)}
-        contents = {key: await self._pipeline.stage_of(job).inputs(job) for key, job in readers.items()}
-        wanted = {key: new for key, new in contents.items() if key in retried or self._written.get(key) != new}
-        if not wanted:
+        """Write the files that `jobs` read. False when the store cannot be written: the jobs wait."""
+        readers = {key: job for job in jobs if (key := self._pipeline.stage_of(job).key(job))}
+        if not readers:
             return True
-        stale = await self._stale() - contents.keys()
+        contents = {key: await self._pipeline.stage_of(job).inputs(job) for key, job in readers.items()}
         with self.writing:
-            await in_io_thread(_write_and_delete, self._store, wanted, stale)
-        if self.writing.trouble:
-            return False
-        async for some in in_slices(list(stale), FORGOTTEN_AT_ONCE):
-            for key in some:
-                self._written.pop(key)
-        self._written |= wanted
-        return True
+            await in_io_thread(_write, self._store, contents)
+        return self.writing.trouble is None
 
-    async def _stale(self) -> set[str]:
-        """The files that no job needs: looked for when there are twice as many as the last look has left."""
-        if len(self._written) < self._look_at:
-            return set()
-        # Only the caller's task writes files, so that no job needs another file after a slice than before it.
-        needed = set[str | None]()
+    async def remove_unneeded(self) -> None:
+        """Remove the files that an earlier start has left and no job reads. Call before the first job is submitted."""
+        needed = set[str]()
         async for some in in_slices(list(self._ledger.jobs.values()), READERS_AT_ONCE):
-            for job in some:
-                stage = self._pipeline.stage_of(job)
-                needed |= {stage.key(job), *stage.reads_besides(job)}
-        stale = self._written.keys() - needed
-        self._look_at = max(LOOK_ABOVE, 2 * (len(self._written) - len(stale)))
-        return stale
+            needed.update(key for job in some for key in self._pipeline.files_of(job))
+        with Reported("list the job inputs"):
+            keys = await in_io_thread(inputs.keys, self._store, self._run)
+            await in_io_thread(delete, self._store, keys - needed)
 
 
-def _write_and_delete(store: Store, wanted: dict[str, Content], stale: set[str]) -> None:
-    for key, content in wanted.items():
+def _write(store: Store, contents: dict[str, Content]) -> None:
+    for key, content in contents.items():
         inputs.write(store, key, content)
-    delete(store, stale)

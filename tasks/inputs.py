@@ -1,7 +1,7 @@
 """The files that jobs read: JSON in the store, named by key in a message, because groups and steps can be large.
 
-Written by the orchestrator alone, from its ledger, before it submits a job that reads one: if the content has changed,
-and at every retry, because the job may have failed for a missing file. A batch phase writes two files for others.
+Written by the orchestrator alone, from its ledger, whenever it submits a job that reads one. A batch phase writes two
+files for others.
 """
 
 from typing import TypeVar

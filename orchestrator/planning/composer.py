@@ -109,6 +109,7 @@ class Composer:
         logger.warning("action=step_formed_again step=%d unreadable=%s formation=%d why=%s", batch.step,
                        ",".join(sorted(unreadable)), batch.formation, why)  # fmt: skip
         self._ledger.event(f"step {batch.step}", "formed_again", why)
+        self._pipeline.release_inputs(batch)
         self._ledger.dissolve(batch)
         for group in batch.groups if unreadable else ():
             self._drop_from(group, "blob_corrupt", lambda rollout: rollout.id in unreadable)

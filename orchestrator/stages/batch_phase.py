@@ -76,6 +76,7 @@ class BatchPhase(StepStage[batch_phase.BatchPhaseResult]):
 
     def estimated(self, batch: BatchRecord, result: StepAdvantages) -> None:
         """Keep the result and begin the next stage of the step, in one transaction."""
+        self._ledger.unwanted_blobs.append(self.key(self._ledger.jobs[batch.batch_phase_id]))
         self._ledger.set_advantages(batch, result.advantages, state=result.state, credit=result.credit)
         self._parts.advance_step(batch)
 

@@ -1,7 +1,6 @@
-"""Job inputs are in the store before their jobs are submitted, and are written only when needed."""
+"""Job inputs are in the store before their jobs are submitted, until no job reads them."""
 
 import asyncio
-from itertools import pairwise
 from pathlib import Path
 
 from support.ledgers import configured, generated, pipeline_of
@@ -10,7 +9,7 @@ from support.stores import directory_store
 from headpond.ledger.states import RolloutState
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.rows import JobRecord
-from headpond.orchestrator.submission import FORGOTTEN_AT_ONCE, InputFiles
+from headpond.orchestrator.submission import InputFiles
 from headpond.records.inputs import GroupInputs
 from headpond.tasks import inputs
 
@@ -20,7 +19,8 @@ class Scene:
 
     def __init__(self, ledger: Ledger, directory: Path) -> None:
         config = configured(run_dir=directory)
-        self.files = InputFiles(config, "run", ledger, pipeline_of(config, ledger))
+        self.pipeline = pipeline_of(config, ledger)
+        self.files = InputFiles(config, "run", ledger, self.pipeline)
         self.ledger = ledger
         self.group = generated(ledger)
         ledger.enter(self.group, "filter")
@@ -31,14 +31,6 @@ class Scene:
 
     def ensure(self, job: JobRecord) -> None:
         assert asyncio.run(self.files.ensure([job]))
-
-
-def test_the_next_job_of_a_group_reads_the_same_file(ledger: Ledger, tmp_path: Path) -> None:
-    scene = Scene(ledger, tmp_path)
-    scene.ensure(scene.job("filter"))
-    scene.file.write_text("unchanged")
-    scene.ensure(scene.job("advantage"))
-    assert scene.file.read_text() == "unchanged"
 
 
 def test_changed_inputs_are_written_again(ledger: Ledger, tmp_path: Path) -> None:
@@ -64,23 +56,19 @@ def test_a_retried_job_gets_its_file_written_again(ledger: Ledger, tmp_path: Pat
     )
 
 
-def test_unneeded_files_are_forgotten_in_slices(ledger: Ledger, tmp_path: Path) -> None:
-    """Thousands are left when many groups end at once; freeing their contents takes milliseconds."""
+def test_the_file_of_a_group_is_released_when_the_group_ends(ledger: Ledger, tmp_path: Path) -> None:
     scene = Scene(ledger, tmp_path)
-    unneeded = [f"unneeded-{number}" for number in range(10 * FORGOTTEN_AT_ONCE)]
-    scene.files._written |= dict.fromkeys(unneeded)
-    left = [len(unneeded)]
+    scene.ensure(scene.job("filter"))
+    scene.pipeline.drop(scene.group, "a test")
+    assert inputs.key("run", scene.group.id) in ledger.unwanted_blobs
 
-    async def count() -> None:
-        while left[-1]:
-            left.append(sum(key in scene.files._written for key in unneeded))
-            await asyncio.sleep(0)
 
-    async def ensure() -> None:
-        counting = asyncio.create_task(count())
-        assert await scene.files.ensure([scene.job("filter")])
-        await counting
-
-    asyncio.run(ensure())
-    assert max(before - after for before, after in pairwise(left)) == FORGOTTEN_AT_ONCE
-    assert scene.file.exists()
+def test_a_start_removes_the_files_that_no_job_reads(ledger: Ledger, tmp_path: Path) -> None:
+    scene = Scene(ledger, tmp_path)
+    scene.ensure(scene.job("filter"))
+    left = scene.file.with_name(Path(inputs.key("run", "g0000099")).name)
+    other = scene.file.with_name(Path(inputs.key("other", "g0000099")).name)
+    for path in (left, other):
+        path.write_text("{}")
+    asyncio.run(scene.files.remove_unneeded())
+    assert (scene.file.exists(), left.exists(), other.exists()) == (True, False, True)

@@ -125,7 +125,7 @@ def test_a_settled_batch_phase_is_taken_after_a_restart(scene: Scene, ledger: Le
     restored = restore.read(tmp_path / "ledger.sqlite")
     job = restored.jobs[scene.batch.batch_phase_id]
     assert (job.state, job.result) == (JobState.SETTLED, BatchPhaseResult(execution="e1"))
-    assert asyncio.run(InputFiles(scene.config, "run", ledger, scene.pipeline).ensure([scene.job]))
+    asyncio.run(InputFiles(scene.config, "run", ledger, scene.pipeline).remove_unneeded())
     assert (tmp_path / KEY).exists(), "a new orchestrator deletes only what is not needed"
 
 
