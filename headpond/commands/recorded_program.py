@@ -18,7 +18,7 @@ from headpond.event_loop.factory import event_loop_factory
 from headpond.playing.agent_sessions import SessionServers
 from headpond.processes.child_programs import LAUNCHER
 from headpond.processes.privacy import inherited_variables
-from headpond.recording import Sealed
+from headpond.records.rollout import Recorded
 from headpond.servers.sessions.session_server import CONCURRENCY, serving
 from headpond.store import open_store
 from headpond.store.columns import read_columns
@@ -100,7 +100,8 @@ async def _signals(program: asyncio.subprocess.Process) -> AsyncIterator[None]:
             loop.remove_signal_handler(signum)
 
 
-def _write(config: RunConfig, sealed: Sealed, out: Path, command: Sequence[str]) -> list[str]:
+def _write(config: RunConfig, sealed: Recorded, out: Path, command: Sequence[str]) -> list[str]:
+    assert sealed.columns is not None, "a session without a turn is not sealed"
     store = open_store(config.store_url)
     text = transcript(read_columns(store, sealed.columns), title=" ".join(command))
     (out / TRANSCRIPT).write_text(text)

@@ -25,18 +25,13 @@ from headpond.errors import (
     Upstream,
 )
 from headpond.event_loop.cancellation import run_to_completion
-from headpond.playing.posted_scores import NOTHING_POSTED, PostedScore
-from headpond.recording import Sealed
+from headpond.playing.posted_scores import PostedScore
+from headpond.records.rollout import Recorded
 from headpond.spans import TimedSpan
 
 logger = logging.getLogger("headpond.playing")
 
 
-class _Scored(msgspec.Struct):
-    score: PostedScore = NOTHING_POSTED
-
-
-SEALED, SCORED = msgspec.json.Decoder(Sealed), msgspec.json.Decoder(_Scored)
 CONNECT_S = 5.0
 CREATE_S = 30.0  # The server creates a few files: seconds if it has no free threads.
 SEAL_S = 300.0  # A rollout may have gigabytes of routed rows, on a slow disk.
@@ -59,7 +54,7 @@ class AgentSession:
 
     async def seal(
         self, error: str, turn_rewards: Sequence[float] | None = None, spans: Sequence[TimedSpan] = ()
-    ) -> tuple[Sealed, PostedScore]:
+    ) -> tuple[Recorded, PostedScore]:
         """Return the recorded rollout and the posted score. Raise NothingToTrain if the agent
         sent no request."""
         rewards = {} if turn_rewards is None else {"turn_rewards": turn_rewards}
@@ -80,7 +75,9 @@ class AgentSession:
                 raise NothingToTrain(_error(response))
             if status != 200:
                 raise InfrastructureFailure(f"the session server did not seal: {status}, {_error(response)}")
-            return SEALED.decode(response), SCORED.decode(response).score
+            answer = orjson.loads(response)
+            posted = msgspec.convert(answer.pop("score"), PostedScore)
+            return Recorded.model_validate(answer), posted
         raise AssertionError("the last attempt returned or raised")
 
     async def delete(self) -> None:

@@ -10,12 +10,10 @@ import inspect
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 import orjson
 
 from headpond import ids
-from headpond.batches.manifest import AGENT_CHARACTERS
 from headpond.config import RunConfig
 from headpond.config.engine import Policy
 from headpond.config.sessions import Sessions
@@ -41,8 +39,8 @@ from headpond.fields import FieldValues, TrainerField
 from headpond.playing.agent_sessions import SessionServers
 from headpond.playing.policy import RecordedPolicy
 from headpond.playing.posted_scores import completed
-from headpond.recording import Echo, Mode, Sealed, Session, SessionSettings
-from headpond.records.rollout import AGENTS_LIMIT, POLICY_ERROR_CHARACTERS, RolloutResult
+from headpond.recording import Echo, Mode, Session, SessionSettings
+from headpond.records.rollout import POLICY_ERROR_CHARACTERS, Recorded, RolloutResult
 from headpond.renderers import PooledRenderer, RendererKey, RendererPools
 from headpond.spans import TimedSpan, collected, timed
 from headpond.store import Store
@@ -291,45 +289,23 @@ async def _play_environment(
 
 
 def _result(
-    environment: LoadedEnvironment, score: Score, error: str | None, sealed: Sealed, metrics: Mapping[str, float]
+    environment: LoadedEnvironment, score: Score, error: str | None, recorded: Recorded, metrics: Mapping[str, float]
 ) -> RolloutResult:
-    metrics = {**sealed.metrics, **metrics}
+    metrics = {**recorded.metrics, **metrics}
     if reserved := sorted(metrics.keys() & score.metrics.keys()):
         raise StageError(
             f"environment {environment.name!r} returned a metric {', '.join(reserved)}, which Headpond reports itself: "
             "rename it in Score.metrics"
         )
-    return RolloutResult(
-        reward=score.reward,
-        rewards=dict(score.rewards),
-        agent_rewards=dict(score.agent_rewards),
-        policy_error=shortened(error, POLICY_ERROR_CHARACTERS) if error else None,
-        columns=sealed.columns,
-        experts=sealed.experts,
-        sample_lengths=sealed.sample_lengths,
-        version_first=sealed.version_first,
-        version_last=sealed.version_last,
-        inexact_tokens=sealed.inexact_tokens,
-        turns=sealed.turns,
-        prompt_tokens=sealed.prompt_tokens,
-        tool_tokens=sum(sealed.sample_lengths) - sealed.prompt_tokens - sealed.completion_tokens,
-        completion_tokens=sealed.completion_tokens,
-        truncated=sealed.truncated,
-        hit_max_tokens=sealed.hit_max_tokens,
-        agents=_bounded(sealed.agents),
-        replica_uses=dict(sealed.replica_uses),
-        metrics=_rounded({**score.metrics, **metrics}),
-    )
-
-
-def _bounded(agents: Mapping[str, int]) -> dict[str, int]:
-    """Limit a reply's size: only the first agents, with cut names."""
-    return {name[:AGENT_CHARACTERS]: tokens for name, tokens in islice(agents.items(), AGENTS_LIMIT)}
-
-
-def _rounded(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Limit a reply's size: six digits."""
-    return {name: float(f"{value:.6g}") for name, value in metrics.items()}
+    values = {
+        "reward": score.reward,
+        "rewards": dict(score.rewards),
+        "agent_rewards": dict(score.agent_rewards),
+        "policy_error": shortened(error, POLICY_ERROR_CHARACTERS) if error else None,
+        # Six digits limit a reply's size.
+        "metrics": {name: float(f"{value:.6g}") for name, value in {**score.metrics, **metrics}.items()},
+    }
+    return RolloutResult.model_validate({**dict(recorded), **values})
 
 
 def _read_played(store: Store, member: RolloutResult) -> PlayedRollout:

@@ -3,7 +3,6 @@
 from headpond.recording.arrivals import Claim
 from headpond.recording.conversation import DigestedMessages, Mode, Prepared, digest_messages
 from headpond.recording.echoes import Echo
-from headpond.recording.sample_columns import Sealed
 from headpond.recording.session import Session
 from headpond.recording.spool import SessionSettings, unsealed
 
@@ -13,7 +12,6 @@ __all__ = [
     "Echo",
     "Mode",
     "Prepared",
-    "Sealed",
     "Session",
     "SessionSettings",
     "digest_messages",

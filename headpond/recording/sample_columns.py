@@ -1,18 +1,19 @@
-"""The samples of a rollout as the columns of the store, and the result of sealing.
+"""The samples of a rollout as the columns of the store, and as its `Recorded`.
 
 The trainer's fields come from the rollout's score, or from its turns.
 """
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
 from headpond.errors import StageError
 from headpond.fields import Array, FieldValues, TrainerField
 from headpond.recording.sample_tree import Offsets, SampleTree
-from headpond.replica_use import ReplicaUse
+from headpond.records.rollout import AGENTS_LIMIT, Recorded
 from headpond.spans import TimedSpan
 from headpond.store import BlobRef
 from headpond.store.columns import Columns, TurnTable
@@ -235,52 +236,22 @@ def _from_turns(field: TrainerField, samples: SampleTree, values: FieldValues) -
     return column if has_values else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sealed:
-    """A recorded rollout."""
-
-    columns: BlobRef
-    experts: BlobRef | None
-    """None if no routed rows were received."""
-    sample_lengths: tuple[int, ...]
-    turns: int
-    prompt_tokens: int
-    """Prompt tokens of the turns that started a sample."""
-    completion_tokens: int
-    version_first: int
-    """The lowest policy version that may have sampled one of its tokens."""
-    version_last: int
-    """The highest one."""
-    truncated: bool
-    hit_max_tokens: bool = False
-    """Whether a limit of tokens ended the last turn."""
-    metrics: Mapping[str, float]
-    inexact_tokens: int = 0
-    """Completion tokens whose version is a range, or was not reported by the engine."""
-    agents: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Completion tokens of each agent that the environment named, in the order of their first turns."""
-    replica_uses: Mapping[str, ReplicaUse] = field(default_factory=dict[str, ReplicaUse])
-    """Use of each replica of the engine by a session server's chats."""
-
-
-SaveSealed = Callable[[Sealed], None]
-"""Called in a thread, once the blobs are written."""
-
-
-def sealed_rollout(tree: SampleTree, columns: BlobRef, experts: BlobRef | None) -> Sealed:
-    turns = tree.turns
-    return Sealed(
+def recorded(tree: SampleTree, columns: BlobRef, experts: BlobRef | None) -> Recorded:
+    turns, lengths, prompt_tokens = tree.turns, tree.lengths(), tree.prompt_tokens()
+    completion_tokens = sum(len(turn.completion_ids) for turn in turns)
+    return Recorded(
         columns=columns,
         experts=experts,
-        sample_lengths=tuple(tree.lengths()),
-        turns=len(turns),
-        prompt_tokens=tree.prompt_tokens(),
-        completion_tokens=sum(len(turn.completion_ids) for turn in turns),
+        sample_lengths=tuple(lengths),
         version_first=min(turn.version_first for turn in turns),
         version_last=max(turn.version_last for turn in turns),
+        inexact_tokens=tree.inexact_tokens(),
+        turns=len(turns),
+        prompt_tokens=prompt_tokens,
+        tool_tokens=sum(lengths) - prompt_tokens - completion_tokens,
+        completion_tokens=completion_tokens,
         truncated=any(turn.truncated for turn in turns),
         hit_max_tokens=turns[-1].finish_reason == HIT_MAX_TOKENS,
+        agents=dict(islice(tree.tokens_by_agent().items(), AGENTS_LIMIT)),
         metrics=tree.metrics(),
-        inexact_tokens=tree.inexact_tokens(),
-        agents=tree.tokens_by_agent(),
     )

@@ -5,12 +5,14 @@ continue the same one, the first to arrive extends its sample. The others start 
 shared tokens, and the rows recorded for them, as context.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headpond.batches.manifest import AGENT_CHARACTERS
 from headpond.recording.samples import NO_TURN, Samples, TurnDelta
 from headpond.store.experts import Chunk
 
@@ -63,12 +65,11 @@ class SampleTree:
         ]
 
     def tokens_by_agent(self) -> dict[str, int]:
-        """Completion tokens of each named agent, in the order of their first turns."""
-        tokens: dict[str, int] = {}
+        """Completion tokens of each named agent, in the order of their first turns. Names are cut."""
+        tokens: Counter[str] = Counter()
         for turn in self.turns:
-            if turn.agent:
-                tokens[turn.agent] = tokens.get(turn.agent, 0) + len(turn.completion_ids)
-        return tokens
+            tokens[turn.agent[:AGENT_CHARACTERS]] += len(turn.completion_ids)
+        return {name: count for name, count in tokens.items() if name}
 
     def inexact_tokens(self) -> int:
         """Completion tokens whose version is a range, or was not reported by the engine."""

@@ -31,11 +31,12 @@ from headpond.recording.conversation import (
     Prepared,
 )
 from headpond.recording.echoes import restored
-from headpond.recording.sample_columns import SaveSealed, Sealed, sealed_rollout
+from headpond.recording.sample_columns import recorded
 from headpond.recording.sample_tree import SampleTree, sample_tree
 from headpond.recording.samples import Samples
 from headpond.recording.spool import SessionSettings, Spool
 from headpond.recording.turn_log import LogEntry
+from headpond.records.rollout import Recorded
 from headpond.spans import TimedSpan
 from headpond.store import Store
 from headpond.turn import ANY_FORMAT, Ids, Message, RouteFormat, Rows, SaidVersion, Turn, TurnMetadata
@@ -67,7 +68,7 @@ class Session:
         self._requests = RecordedRequests()
         self._commits = asyncio.Lock()
         self._recordings: set[asyncio.Task[bool]] = set()
-        self._sealing: asyncio.Task[Sealed] | None = None
+        self._sealing: asyncio.Task[Recorded] | None = None
 
     @classmethod
     async def start(
@@ -286,8 +287,8 @@ class Session:
         fields: FieldValues = NO_FIELDS,
         version_after: VersionAfter | None = None,
         spans: Sequence[TimedSpan] = (),
-        save: SaveSealed = lambda _: None,
-    ) -> Sealed:
+        save: Callable[[Recorded], None] = lambda _: None,
+    ) -> Recorded:
         """Write the blobs. Later calls return the same result; after a failure the session is open
         again.
 
@@ -399,7 +400,7 @@ class Session:
         unseen = frozenset(self._unseen.turns.difference(parents))
         return sample_tree(self._samples, parents, unseen=unseen, repaired_echoes=self.repaired_echoes)
 
-    async def _seal(self, write: Callable[[], Sealed], version_after: VersionAfter | None) -> Sealed:
+    async def _seal(self, write: Callable[[], Recorded], version_after: VersionAfter | None) -> Recorded:
         try:
             await self._settle_versions(version_after)
             return await in_file_thread(write)
@@ -409,12 +410,14 @@ class Session:
                 self._state = State.OPEN
             raise
 
-    def _write_blobs(self, error: str, fields: FieldValues, spans: Sequence[TimedSpan], save: SaveSealed) -> Sealed:
+    def _write_blobs(
+        self, error: str, fields: FieldValues, spans: Sequence[TimedSpan], save: Callable[[Recorded], None]
+    ) -> Recorded:
         """Write the blobs, in a thread: sealed turns do not change, and a tree of 128 samples takes milliseconds."""
         tree, order = self._tree(), self._samples.by_arrival()
         paths = [self._conversation.path_to(order[sample.turns[-1]]) for sample in tree.samples]
         columns, experts = self._spool.seal(tree, paths, error=error, fields=fields, spans=spans)
-        sealed = sealed_rollout(tree, columns, experts)
+        sealed = recorded(tree, columns, experts)
         save(sealed)
         self._spool.finish()
         return sealed

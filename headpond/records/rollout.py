@@ -27,19 +27,13 @@ ReplicaUses = Annotated[
 AgentName = Annotated[str, Field(max_length=AGENT_CHARACTERS)]
 
 
-class RolloutResult(Result):
-    reward: FiniteFloat
-    rewards: Annotated[dict[Name, FiniteFloat], Field(max_length=REWARDS_LIMIT)] = {}
-    """named parts of the reward"""
-    agent_rewards: Annotated[dict[AgentName, FiniteFloat], Field(max_length=AGENTS_LIMIT)] = {}
-    policy_error: Annotated[str, Field(max_length=POLICY_ERROR_CHARACTERS)] | None = None
-    """failure caused by the policy (time-out, context limit, ...): scored, in the baseline, never retried"""
+class Recorded(Result):
+    """A recorded rollout, as sealing returns it: blobs, lengths, versions and counts."""
+
     columns: BlobRef | None = None
     """None only if there is nothing to train on"""
     experts: BlobRef | None = None
     """None if the engine sent no routed experts"""
-    credit: str | None = None
-    """key of the file with a value for each turn, beside `columns`; set when the group phase is done"""
     sample_lengths: Annotated[tuple[int, ...], Field(max_length=SAMPLES_LIMIT)] = ()
     """tokens of each sample"""
     version_first: int = 0
@@ -47,7 +41,7 @@ class RolloutResult(Result):
     version_last: int = 0
     """the highest one"""
     inexact_tokens: int = 0
-    """completion tokens whose version is a range, or was not said by the engine"""
+    """completion tokens whose version is a range, or was not reported by the engine"""
     turns: int = 0
     prompt_tokens: int = 0
     """in the prompts of the turns that began a sample"""
@@ -58,10 +52,23 @@ class RolloutResult(Result):
     hit_max_tokens: bool = False
     """whether a limit of tokens ended the last turn: `max_tokens`, or the engine's context length"""
     agents: Annotated[dict[AgentName, int], Field(max_length=AGENTS_LIMIT)] = {}
-    """completion tokens of each agent that the environment named, in the order of their first turns"""
+    """completion tokens of the first agents that the environment named, in the order of their first turns"""
     metrics: Annotated[dict[Name, FiniteFloat], Field(max_length=METRICS_LIMIT)] = {}
     replica_uses: Annotated[ReplicaUses, Field(exclude=True)] = {}
     """sent in the reply: the ledger does not keep it with the rollout"""
+
+
+class RolloutResult(Recorded):
+    """The score and the recording. `metrics` are those of both."""
+
+    reward: FiniteFloat
+    rewards: Annotated[dict[Name, FiniteFloat], Field(max_length=REWARDS_LIMIT)] = {}
+    """named parts of the reward"""
+    agent_rewards: Annotated[dict[AgentName, FiniteFloat], Field(max_length=AGENTS_LIMIT)] = {}
+    policy_error: Annotated[str, Field(max_length=POLICY_ERROR_CHARACTERS)] | None = None
+    """failure caused by the policy (time-out, context limit, ...): scored, in the baseline, never retried"""
+    credit: str | None = None
+    """key of the file with a value for each turn, beside `columns`; set when the group phase is done"""
 
     @property
     def keys(self) -> list[str]:

@@ -14,8 +14,9 @@ import orjson
 from hypothesis import strategies as st
 from msgspec import structs
 
-from headpond.recording import Prepared, Sealed, Session
+from headpond.recording import Prepared, Session
 from headpond.recording.arrivals import Claim
+from headpond.records.rollout import Recorded
 from headpond.store.columns import read_columns
 from headpond.store.experts import Experts
 from headpond.store.files import FileStore
@@ -275,12 +276,12 @@ class Playing:
 
 async def recorded(
     store: FileStore, requests: list[Sent], choices: list[int], killed_after: int, through: Through = list
-) -> Sealed:
+) -> Recorded:
     session = await started(store, concurrency=CONCURRENCY)
     return await (await Playing(session, list(requests), choices, through).play(killed_after)).seal()
 
 
-def assert_sealed(store: FileStore, sealed: Sealed, expected: list[PlainSample]) -> None:
+def assert_sealed(store: FileStore, sealed: Recorded, expected: list[PlainSample]) -> None:
     columns = read_columns(store, sealed.columns)
     assert sealed.sample_lengths == tuple(len(sample.ids) for sample in expected)
     assert columns.input_ids.tobytes() == b"".join(np.array(sample.ids, np.int32).tobytes() for sample in expected)

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -24,8 +24,9 @@ from headpond.errors import BadRequest, BlobError, Expired, Full, NotFound
 from headpond.event_loop.offload import in_io_thread
 from headpond.fields import FieldValues
 from headpond.playing.posted_scores import POSTED, read_posted
-from headpond.recording import Echo, Mode, Sealed, Session, SessionSettings
+from headpond.recording import Echo, Mode, Session, SessionSettings
 from headpond.recording.session import VersionAfter
+from headpond.records.rollout import Recorded
 from headpond.servers.sessions.headers import digest, new_secret
 from headpond.servers.sessions.requests import NewSession, SealRequest
 from headpond.servers.sessions.session_directory import SessionDirectory
@@ -192,11 +193,11 @@ class SessionTable:
         metadata, usage = entry.metadata, entry.usage
         assert metadata is not None
 
-        def save(sealed: Sealed) -> None:
-            metrics = {**sealed.metrics, "engine_aborts": float(entry.aborts)}
+        def save(recorded: Recorded) -> None:
+            metrics = {**recorded.metrics, "engine_aborts": float(entry.aborts)}
             answer = orjson.dumps(
                 {
-                    **vars(replace(sealed, metrics=metrics, replica_uses=usage.by_replica)),
+                    **dict(recorded.model_copy(update={"metrics": metrics, "replica_uses": usage.by_replica})),
                     "score": orjson.Fragment(msgspec.json.encode(posted)),
                 }
             )

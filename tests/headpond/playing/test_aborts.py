@@ -23,7 +23,8 @@ from headpond.engines.replicas.selection import Replicas
 from headpond.engines.responses.continuation import MAX_CONTINUATIONS, can_continue
 from headpond.errors import InfrastructureFailure
 from headpond.playing.policy import RecordedPolicy
-from headpond.recording import Mode, Sealed, Session, SessionSettings
+from headpond.recording import Mode, Session, SessionSettings
+from headpond.records.rollout import Recorded
 from headpond.store.columns import read_columns
 from headpond.store.experts import Experts
 
@@ -197,11 +198,11 @@ def played_in_parts(
     at_request: Callable[[int, list[Server], Replicas], None] = lambda *_: None,
     *,
     replicas: int = 1,
-) -> Sealed:
+) -> Recorded:
     """ANSWER in three parts that state no versions, by replicas that say that theirs is 4. `at_request` is called with
     the number of each request before it is answered."""
     answer = aborting("generate", [5, 4], routed=False, spans=False)
-    numbers, clients, sealed = itertools.count(), list[EngineClient](), list[Sealed]()
+    numbers, clients, sealed = itertools.count(), list[EngineClient](), list[Recorded]()
 
     def respond(request: ReceivedRequest) -> Response:
         at_request(next(numbers), servers, clients[0].replicas)

@@ -10,7 +10,7 @@ from support.agent_scenarios import Sent, assert_sealed, plain_turns, recorded, 
 from support.plain_samples import merge
 from support.stores import directory_store
 
-from headpond.recording import Sealed
+from headpond.records.rollout import Recorded
 
 
 @settings(max_examples=60)
@@ -23,7 +23,7 @@ def test_any_order_of_commits_seals_what_the_requests_say(
     requests: list[Sent], orders: list[list[int]], killed_after: int
 ) -> None:
     expected, _ = merge(plain_turns(requests))
-    sealed: list[Sealed] = []
+    sealed: list[Recorded] = []
     for killed, choices in zip((-1, killed_after), orders, strict=True):
         with tempfile.TemporaryDirectory() as root:
             store = directory_store(Path(root))

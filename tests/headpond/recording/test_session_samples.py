@@ -14,7 +14,8 @@ from support.plain_samples import PlainSample, PlainTurn, merge, turn_structures
 from support.stores import directory_store
 
 from headpond.engines.responses.response import read_turn
-from headpond.recording import Sealed, Session
+from headpond.recording import Session
+from headpond.records.rollout import Recorded
 from headpond.store.columns import Columns, read_columns
 from headpond.store.experts import Experts
 from headpond.store.files import FileStore
@@ -51,7 +52,7 @@ async def record(session: Session, turn: PlainTurn, dtype: Any) -> None:
         assert await session.commit(claim, prepared, read, TurnMetadata(agent=turn.agent))
 
 
-async def recorded(store: FileStore, turns: list[PlainTurn], limits: Any, dtype: Any, killed_after: int) -> Sealed:
+async def recorded(store: FileStore, turns: list[PlainTurn], limits: Any, dtype: Any, killed_after: int) -> Recorded:
     """Record all turns in a session, which another process recovers after some turns."""
     session = await started(store, **limits)
     for number, turn in enumerate(turns):
@@ -61,7 +62,7 @@ async def recorded(store: FileStore, turns: list[PlainTurn], limits: Any, dtype:
     return await session.seal()
 
 
-def assert_rows(store: FileStore, sealed: Sealed, columns: Columns, expected: list[PlainSample], dtype: Any) -> None:
+def assert_rows(store: FileStore, sealed: Recorded, columns: Columns, expected: list[PlainSample], dtype: Any) -> None:
     if sealed.experts is None:
         assert not any(sample.rows for sample in expected)
         return
