@@ -24,7 +24,7 @@ from headpond.ids import GroupId
 from headpond.inspection import run_json
 from headpond.ledger import histories, pages, queries, schema
 from headpond.orchestrator.exchange.inputs import batch_rollout, plan_of, values_of
-from headpond.records.inputs import GroupInputs, GroupMember, StepAdvantages
+from headpond.records.inputs import GroupInputs, StepAdvantages
 from headpond.records.rollout import RolloutResult
 from headpond.store import open_store
 from headpond.store.opening import run_store_url
@@ -180,7 +180,7 @@ class Redo:
             environment=group[0].row["environment"],
             example=group[0].row["example"],
             policy_version=0,
-            members=[GroupMember(rollout=member.id, result=self._read_again(member)) for member in group],
+            members={member.id: self._read_again(member) for member in group},
         )
         result = estimate_group(scratch, inputs, self._config, execution=EXECUTION)
         return {

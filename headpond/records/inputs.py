@@ -6,11 +6,6 @@ from headpond.records.rollout import RolloutResult
 from headpond.records.wire import WireModel
 
 
-class GroupMember(WireModel):
-    rollout: str
-    result: RolloutResult
-
-
 class GroupInputs(WireModel):
     """The finished rollouts of a group: the jobs of its stages read them."""
 
@@ -19,7 +14,8 @@ class GroupInputs(WireModel):
     example: int
     policy_version: int
     """newest version when the file was written"""
-    members: list[GroupMember]
+    members: dict[str, RolloutResult]
+    """rollout -> its result"""
 
 
 class StepValues(WireModel):

@@ -21,7 +21,7 @@ from headpond.orchestrator.examples.evaluation_values import kept, values
 from headpond.orchestrator.ledger.evaluations import ClosedEvaluation, EvaluationRecord, EvaluationRollout
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.rows import EVALUATION_STAGES, JobRecord
-from headpond.records.inputs import GroupInputs, GroupMember
+from headpond.records.inputs import GroupInputs
 from headpond.records.rollout import RolloutResult
 
 logger = logging.getLogger("headpond.evaluation")
@@ -137,7 +137,7 @@ class Evaluations:
             environment=record.name,
             example=_example(job),
             policy_version=self._ledger.state.policy_version,
-            members=[GroupMember(rollout=id, result=record.unscored[index]) for id, index in members],
+            members={id: record.unscored[index] for id, index in members},
         )
 
     def scored(self, job: JobRecord, rewards: Mapping[str, float], parts: Mapping[str, Mapping[str, float]]) -> None:

@@ -9,7 +9,7 @@ from headpond.batches import BatchPlan, BatchRollout
 from headpond.config import RunConfig
 from headpond.ledger.states import RolloutState
 from headpond.orchestrator.ledger.rows import BatchRecord, GroupRecord, Value
-from headpond.records.inputs import GroupInputs, GroupMember, StepValues
+from headpond.records.inputs import GroupInputs, StepValues
 from headpond.records.rollout import RolloutResult
 from headpond.store import BlobRef
 
@@ -24,7 +24,7 @@ def group_inputs(group: GroupRecord, policy_version: int) -> GroupInputs:
         environment=group.environment,
         example=group.example,
         policy_version=policy_version,
-        members=[GroupMember(rollout=id, result=result) for id, result in finished if result],
+        members={id: result for id, result in finished if result},
     )
 
 

@@ -42,7 +42,7 @@ def estimate(call: Call[PlanMessage]) -> AdvantageResult:
 def estimate_group(store: Store, group: GroupInputs, config: RunConfig, *, execution: str) -> AdvantageResult:
     """An estimator that answers per turn reads the table of turns of each rollout and writes a file beside it."""
     recipe = resolve(config.advantages, group_size=config.rollouts.group_size)
-    results = [member.result for member in group.members]
+    results = list(group.members.values())
     rewards = np.array([result.reward for result in results], np.float64)
     values = GroupValues(
         rewards=rewards,
@@ -67,9 +67,8 @@ def estimate_group(store: Store, group: GroupInputs, config: RunConfig, *, execu
         for result, turns, of_turns in zip(results, values.by_turn, advantages.by_turn, strict=True):
             if result.columns:
                 write_credit(store, credit_key(result.columns.key, execution), _credit(turns, of_turns))
-    rollouts = (member.rollout for member in group.members)
     return AdvantageResult(
-        advantages=dict(zip(rollouts, advantages.values.tolist(), strict=True)),
+        advantages=dict(zip(group.members, advantages.values.tolist(), strict=True)),
         dropped=verdict.drop_reason,
         masked=verdict.masked,
         credit=execution if advantages.by_turn is not None else None,

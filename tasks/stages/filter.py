@@ -31,19 +31,19 @@ def filter_group(call: Call[PlanMessage]) -> FilterResult:
     filters = rollout_filters(config.filters, vocab_size=config.vocab_size)
     drops_absent = config.engine.absent_routes is AbsentRoutes.DROP
     verdicts, dropped = dict[str, Verdict](), dict[str, str]()
-    for member in group.members:
-        if member.result.columns is None:
+    for rollout, result in group.members.items():
+        if result.columns is None:
             # It failed before the engine's first response: its reward counts in the baseline, and there are no tokens.
-            dropped[member.rollout] = "nothing_to_train"
+            dropped[rollout] = "nothing_to_train"
             continue
         try:
-            _make_durable(call.store, member.result, verify=call.message.attempt > 1)
-            verdicts[member.rollout] = judge(read_tokens(call.store, member.result, group.policy_version), filters)
-            if drops_absent and member.result.metrics.get("absent_routes"):
-                dropped[member.rollout] = "absent_routes"
+            _make_durable(call.store, result, verify=call.message.attempt > 1)
+            verdicts[rollout] = judge(read_tokens(call.store, result, group.policy_version), filters)
+            if drops_absent and result.metrics.get("absent_routes"):
+                dropped[rollout] = "absent_routes"
         except (BlobMissing, BlobCorrupt) as error:
-            logger.error("action=blob_corrupt rollout=%s %s", member.rollout, error)
-            dropped[member.rollout] = "blob_corrupt"
+            logger.error("action=blob_corrupt rollout=%s %s", rollout, error)
+            dropped[rollout] = "blob_corrupt"
     by_filter = {rollout: reason for rollout, verdict in verdicts.items() if (reason := verdict.drop_reason)}
     return FilterResult(
         dropped=by_filter | dropped,

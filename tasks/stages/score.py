@@ -29,8 +29,8 @@ async def score(call: Call[ScoreMessage]) -> ScoreResult:
 
     environment = call.player.environment(call.message.environment)
     group = await in_io_thread(inputs.read, call.store, call.message.plan, GroupInputs)
-    scores = await score_group(call.store, environment, group.example, [member.result for member in group.members])
-    scored = dict(zip((member.rollout for member in group.members), scores, strict=True))
+    scores = await score_group(call.store, environment, group.example, list(group.members.values()))
+    scored = dict(zip(group.members, scores, strict=True))
     names = dict.fromkeys(name for score in scores for name in score.rewards)
     return ScoreResult(
         rewards={rollout: score.reward for rollout, score in scored.items()},

@@ -253,13 +253,13 @@ class SimulatedWorker:
             return SurveyResult(examples=EXAMPLES, scores_groups=scores)
         if name == "score":
             group = inputs.read(self._store, call.message.plan, GroupInputs)
-            return ScoreResult(rewards={member.rollout: member.result.reward for member in group.members})
+            return ScoreResult(rewards={rollout: result.reward for rollout, result in group.members.items()})
         if name == "encode" and self.behaviour.encodes_nothing:
             raise InfrastructureFailure("this worker encodes nothing (simulated)")
         result = execution.stage.body(call)
         if name == "filter" and self.behaviour.drops_everything:
             group = inputs.read(self._store, call.message.plan, GroupInputs)
-            return FilterResult(dropped=dict.fromkeys([member.rollout for member in group.members], "simulated"))
+            return FilterResult(dropped=dict.fromkeys(group.members, "simulated"))
         return result
 
     async def _play(self, job: PlayMessage, execution: str) -> RolloutResult:

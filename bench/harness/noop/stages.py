@@ -148,15 +148,15 @@ async def play(call: Call[Any], noop: Noop) -> RolloutResult:
 
 def filtering(call: Call[Any], noop: Noop) -> FilterResult:
     work(call.message, noop)
-    dropped = {m.rollout: "noop" for m in _group(call).members if chance(0, m.rollout, "drop") < noop.drop_rate}
+    dropped = {id: "noop" for id in _group(call).members if chance(0, id, "drop") < noop.drop_rate}
     return FilterResult(dropped=dropped)
 
 
 def advantages(call: Call[Any], noop: Noop) -> AdvantageResult:
     work(call.message, noop)
     members = _group(call).members
-    mean = sum(member.result.reward for member in members) / len(members)
-    return AdvantageResult(advantages={member.rollout: member.result.reward - mean for member in members})
+    mean = sum(result.reward for result in members.values()) / len(members)
+    return AdvantageResult(advantages={id: result.reward - mean for id, result in members.items()})
 
 
 def batch_phase(call: Call[Any], noop: Noop) -> BatchPhaseResult:

@@ -12,7 +12,7 @@ from headpond.config import RunConfig
 from headpond.environments.protocol import Policy
 from headpond.errors import InfrastructureFailure
 from headpond.playing.rollout import play
-from headpond.records.inputs import GroupInputs, GroupMember
+from headpond.records.inputs import GroupInputs
 from headpond.records.rollout import RolloutResult
 from headpond.store.columns import read_columns
 from headpond.tasks import inputs
@@ -88,7 +88,7 @@ def test_a_rollout_without_any_is_counted_and_not_left_out_of_the_mean(tmp_path:
     tokens = read_columns(directory_store(tmp_path), none.columns).input_ids.size
     assert (none.metrics["absent_routes"], none.metrics["missing_routes"]) == (2, tokens - 1)
     assert (all_.metrics["absent_routes"], all_.metrics["missing_routes"]) == (0, 0)
-    members = [GroupMember(rollout=name, result=result) for name, result in (("r1", none), ("r2", all_))]
+    members = {"r1": none, "r2": all_}
     group = GroupInputs(group="g0", environment="test", example=0, policy_version=0, members=members)
     for mode, dropped in (("drop", {"r1": "absent_routes"}), ("mask", {})):
         config = RunConfig.model_validate({"store": f"file://{tmp_path}", "engine": {"absent_routes": mode}})

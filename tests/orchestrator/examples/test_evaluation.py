@@ -227,7 +227,7 @@ def test_the_rollouts_of_an_example_are_scored_together_by_an_environment_that_s
     assert not scene.ledger.unwanted_blobs
     inputs = scene.evaluations.score_inputs(score_jobs(scene)[0])
     assert (inputs.environment, inputs.example) == ("held_out", 1)
-    assert [member.rollout for member in inputs.members] == ["v000001-2", "v000001-3"]
+    assert list(inputs.members) == ["v000001-2", "v000001-3"]
     second, first = score_jobs(scene)
     score(scene, first, v000001_1=0.25)
     score(scene, second, v000001_2=0.5, v000001_3=0.75)
@@ -277,7 +277,7 @@ def test_a_resumed_run_has_the_results_that_wait_for_their_score(tmp_path: Path)
     ledger = Ledger(path)
     scene = Scene(ledger)
     (job,) = score_jobs(scene)
-    assert [member.rollout for member in scene.evaluations.score_inputs(job).members] == ["v000001-0", "v000001-1"]
+    assert list(scene.evaluations.score_inputs(job).members) == ["v000001-0", "v000001-1"]
     assert [is_open(ledger.evaluations, f"v000001-{index}") for index in range(7)] == [True] * 6 + [False]
     assert not is_open(ledger.evaluations, "v000002-0")
     scene.evaluations.cancel()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from headpond.config import RunConfig
-from headpond.records.inputs import GroupInputs, GroupMember, StepValues
+from headpond.records.inputs import GroupInputs, StepValues
 from headpond.records.rollout import RolloutResult
 from headpond.store import open_store
 from headpond.tasks.stages.advantage import estimate_group
@@ -52,7 +52,7 @@ def test_named_rewards_and_agents_reach_the_group_phase() -> None:
         RolloutResult(reward=0.5, rewards={"right": 0.5}),
         RolloutResult(reward=-1.0, policy_error="timeout"),
     ]
-    members = [GroupMember(rollout=f"g0000001-{n}", result=result) for n, result in enumerate(results)]
+    members = {f"g0000001-{n}": result for n, result in enumerate(results)}
     group = GroupInputs(group="g0000001", environment="sums", example=7, policy_version=0, members=members)
     result = estimate_group(STORE, group, CONFIG, execution="e1")
     assert result.advantages == {f"g0000001-{n}": 0.0 for n in range(3)}

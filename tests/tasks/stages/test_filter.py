@@ -10,7 +10,7 @@ from support.stores import run_store
 
 from headpond.config import RunConfig
 from headpond.errors import BlobUnwritten
-from headpond.records.inputs import GroupInputs, GroupMember
+from headpond.records.inputs import GroupInputs
 from headpond.records.rollout import RolloutResult
 from headpond.tasks import inputs
 from headpond.tasks.stage import Call, PlanMessage
@@ -26,10 +26,9 @@ def test_a_full_quota_at_fsync_is_not_a_failure_and_costs_only_what_it_damaged(
     store = run_store(config)
     maker = RolloutMaker(store=store, experts="uint8")
     made = [maker.make(f"g0000000-{number}", [[MadeTurn(context=4, completion=40)]]).planned for number in range(3)]
-    members = [
-        GroupMember(rollout=each.rollout, result=RolloutResult(reward=1.0, columns=each.columns, experts=each.experts))
-        for each in made
-    ]
+    members = {
+        rollout.rollout: RolloutResult(reward=1.0, columns=rollout.columns, experts=rollout.experts) for rollout in made
+    }
     group = GroupInputs(group="g0000000", environment="e", example=0, policy_version=0, members=members)
     inputs.write(store, JOB.plan, group)
 
