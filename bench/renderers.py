@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from bench.harness.canary import INTERVAL_S, WINDOW_S, Canary
@@ -24,7 +25,7 @@ from bench.harness.report import Report, Target, median
 from headpond.config.engine import RendererSettings
 from headpond.event_loop.factory import event_loop_factory
 from headpond.event_loop.loop_lag import LoopLag
-from headpond.renderers import NextTurn, PooledRenderer, Renderer, RendererKey, RendererPools
+from headpond.renderers import NextTurn, PooledRenderer, Renderer
 from headpond.renderers.pools import build
 
 ROUNDS, MEMORY_ROUNDS = 15, 5  # a maximum varies more than other figures, hence more rounds
@@ -91,14 +92,12 @@ async def pooled(directory: Path) -> int:
     """First callers of a pooled renderer."""
     builds = 0
 
-    def counted(key: RendererKey) -> Renderer:
+    def counted() -> Renderer:
         nonlocal builds
         builds += 1
-        return build(key)
+        return build(RendererSettings(backend="directory"), str(directory))
 
-    renderer = PooledRenderer(
-        RendererPools(counted, max_renderers=1), RendererKey(backend="directory", model=str(directory))
-    )
+    renderer = PooledRenderer(counted, max_renderers=1)
     await asyncio.gather(*(renderer.prompt_ids(TURN) for _ in range(CALLERS)))
     return builds
 
@@ -126,16 +125,16 @@ def retained(directory: Path, adapters: int, *, pinned: bool) -> Retained:
 
 
 async def play_adapters(directory: Path, adapters: int, *, pinned: bool) -> Retained:
-    """Send requests of `adapters` adapters. Their names are directories, so that unpinned ones can be built too."""
+    """Send requests of `adapters` adapters: over the process's renderer, or over one for each of their names."""
     settings = RendererSettings(model=str(directory) if pinned else None)
-    models = [f"{directory}{'/.' * number}" for number in range(adapters)]
-    pools = RendererPools(max_renderers=1, max_pools=adapters)
+    models = [f"{directory}{'/.' * number}" for number in range(1 if pinned else adapters)]
     before = proportional_mib(os.getpid())
-    for model in models:
-        renderer = PooledRenderer(pools, RendererKey.of(settings, model))
+    renderers = [PooledRenderer(partial(build, settings, model), max_renderers=1) for model in models]
+    for number in range(adapters):
+        renderer = renderers[number % len(renderers)]
         await asyncio.gather(*(renderer.prompt_ids(TURN) for _ in range(CALLERS)))
     gc.collect()
-    return Retained(pools=len(pools.keys), mib=proportional_mib(os.getpid()) - before)
+    return Retained(pools=len(renderers), mib=proportional_mib(os.getpid()) - before)
 
 
 def write_tokenizer(directory: Path, merges: int) -> Path:

@@ -259,7 +259,7 @@ class RendererSettings(Section):
     """`bytes-chatml`: ChatML over bytes. `directory`: a Hugging Face tokenizer and its chat template. `renderers`: the
     package of that name, which handles model families beyond their templates."""
     model: Annotated[str | None, OF_HOST] = None
-    """Directory of the tokenizer; the adapters of one base model can share it. Default: the model of each request."""
+    """Directory of the tokenizer; the adapters of one base model share it. Default: `engine.model`."""
     options: dict[str, Any] = Field(default={})
     """Options of the package's renderer, as it spells them (`name`, `thinking_retention`)."""
     chat_template_kwargs: dict[str, Any] = Field(default={})

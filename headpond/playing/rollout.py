@@ -41,7 +41,7 @@ from headpond.playing.policy import RecordedPolicy
 from headpond.playing.posted_scores import completed
 from headpond.recording import Echo, Mode, Session, SessionSettings
 from headpond.records.rollout import POLICY_ERROR_CHARACTERS, Recorded, RolloutResult
-from headpond.renderers import PooledRenderer, RendererKey, RendererPools
+from headpond.renderers import PooledRenderer
 from headpond.spans import TimedSpan, collected, timed
 from headpond.store import Store
 from headpond.store.columns import read_columns
@@ -324,10 +324,10 @@ async def open_dialect(config: RunConfig) -> Dialect:
     settings, place = config.policy.renderer, config.place_of("engine", "dialect")
     if settings is None:
         return await in_io_thread(dialect_of, config.engine, place=place)
-    renderer = PooledRenderer(RendererPools(), RendererKey.of(settings, config.engine.model))
+    renderer = PooledRenderer.of(settings, config.engine.model)
     dialect = await in_io_thread(dialect_of, config.engine, renderer=renderer, place=place)
     try:
-        await renderer.warm_up()
+        await renderer.pool()
     except InfrastructureFailure as error:
         logger.warning("action=not_warmed_up error=%s: the first rollout will retry", error)
     return dialect

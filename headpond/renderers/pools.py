@@ -1,18 +1,15 @@
-"""Renderer pools of one event loop, by key. Each pool is built once, in a thread, and shared by
-concurrent callers.
+"""The renderer of a process: a pool that is built once, in a thread, and shared by concurrent callers.
 
 Cancelling a caller does not cancel the build. A failed build raises in every waiting caller and
-is not cached.
+is not kept.
 """
 
 import asyncio
 import functools
-import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from headpond.errors import HeadpondError
@@ -33,50 +30,23 @@ logger = logging.getLogger("headpond.renderers")
 # Encoding is CPU work: more renderers than cores only take memory (75-95 MB each). Other work needs
 # cores, too.
 MAX_RENDERERS = 4
-# A tokenizer takes 75-95 MB. Evaluating more models than this at once rebuilds some of them.
-MAX_POOLS = 8
 
 
-@dataclass(frozen=True, kw_only=True)
-class RendererKey:
-    """Equal keys share a renderer. `options` and `template` are JSON with sorted keys."""
-
-    backend: str
-    model: str
-    """Directory of the tokenizer; unused by bytes-chatml."""
-    options: str = "{}"
-    template: str = "{}"
-
-    @classmethod
-    def of(cls, settings: "RendererSettings", request_model: str, *, evaluation: bool = False) -> "RendererKey":
-        """Return the key for a request. Training requests share the renderer of the pinned
-        model, whichever adapter they name. Without a pinned model, and in evaluation, each
-        request's model has its own renderer."""
-        pinned = None if evaluation else settings.model
-        return cls(
-            backend=settings.backend,
-            model=pinned or request_model,
-            options=_sorted_json(settings.options),
-            template=_sorted_json(settings.chat_template_kwargs),
-        )
-
-
-def build(key: RendererKey) -> Renderer:
-    """Build a renderer; blocks while the tokenizer is read. Raise ConfigError for a permanent
-    problem, InfrastructureFailure for one that a retry may solve."""
-    if key.backend == "bytes-chatml":
+def build(settings: "RendererSettings", model: str) -> Renderer:
+    """Build the renderer of `settings.model`, or of the engine's `model`; blocks while the tokenizer is read.
+    Raise ConfigError for a permanent problem, InfrastructureFailure for one that a retry may solve."""
+    if settings.backend == "bytes-chatml":
         return BytesChatmlRenderer()
     return ProcessRenderer(
-        backend=key.backend, model=key.model, options=json.loads(key.options), template=json.loads(key.template)
+        backend=settings.backend,
+        model=settings.model or model,
+        options=settings.options,
+        template=settings.chat_template_kwargs,
     )
 
 
-def _sorted_json(values: Mapping[str, Any]) -> str:
-    return json.dumps(values, sort_keys=True)
-
-
 class RendererPool:
-    """Renderers of one key. The pool grows if callers wait longer than a build takes."""
+    """Renderers of one tokenizer. The pool grows if callers wait longer than a build takes."""
 
     def __init__(
         self, first: Renderer, build: Callable[[], Renderer], *, build_s: float, max_renderers: int | None = None
@@ -147,74 +117,41 @@ class RendererPool:
             self._growth = None
 
 
-class RendererPools:
-    """The pools of all keys. The least recently used is dropped beyond `max_pools`."""
-
-    def __init__(
-        self,
-        build: Callable[[RendererKey], Renderer] = build,
-        *,
-        max_pools: int = MAX_POOLS,
-        max_renderers: int | None = None,
-    ) -> None:
-        self._build = build
-        self._max_pools = max_pools
-        self._max_renderers = max_renderers
-        self._pools: dict[RendererKey, RendererPool] = {}  # least recently used first
-        self._building: dict[RendererKey, asyncio.Task[RendererPool]] = {}
-
-    @property
-    def keys(self) -> list[RendererKey]:
-        """Keys of the cached pools, least recently used first."""
-        return list(self._pools)
-
-    @property
-    def building(self) -> list[RendererKey]:
-        return list(self._building)
-
-    async def pool(self, key: RendererKey) -> RendererPool:
-        if pool := self._pools.pop(key, None):
-            self._pools[key] = pool
-            return pool
-        building = self._building.get(key)
-        if building is None:
-            building = self._building[key] = asyncio.create_task(self._build_pool(key))
-            building.add_done_callback(functools.partial(self._built, key))
-        return await asyncio.shield(building)
-
-    async def _build_pool(self, key: RendererKey) -> RendererPool:
-        started = time.monotonic()
-        build = functools.partial(self._build, key)
-        first, build_s = await in_io_thread(build), time.monotonic() - started
-        logger.info("action=renderer_built backend=%s model=%s s=%.3f", key.backend, key.model, build_s)
-        return RendererPool(first, build, build_s=build_s, max_renderers=self._max_renderers)
-
-    def _built(self, key: RendererKey, building: asyncio.Task[RendererPool]) -> None:
-        """Store the built pool before the waiting callers resume: the next caller finds it, or
-        starts a new build."""
-        del self._building[key]
-        if building.cancelled():
-            return
-        if error := building.exception():
-            logger.warning("action=renderer_not_built error=%r: the next caller tries again", error)
-            return
-        self._pools[key] = building.result()
-        while len(self._pools) > self._max_pools:
-            del self._pools[next(iter(self._pools))]
-
-
 class PooledRenderer:
-    """The renderer of one key, used through its pool."""
+    """A renderer, used through its pool."""
 
-    def __init__(self, pools: RendererPools, key: RendererKey) -> None:
-        self._pools = pools
-        self.key = key
+    def __init__(self, build: Callable[[], Renderer], *, max_renderers: int | None = None) -> None:
+        self._build = build
+        self._max_renderers = max_renderers
+        self._building: asyncio.Task[RendererPool] | None = None
 
-    async def warm_up(self) -> None:
-        await self._pools.pool(self.key)
+    @classmethod
+    def of(cls, settings: "RendererSettings", model: str) -> "PooledRenderer":
+        """The renderer of `policy.renderer`, for an engine that serves `model`."""
+        return cls(functools.partial(build, settings, model))
+
+    async def pool(self) -> RendererPool:
+        """Return the pool. The first caller builds it."""
+        if self._building is None:
+            self._building = asyncio.create_task(self._build_pool())
+            self._building.add_done_callback(self._forget_failure)
+        return await asyncio.shield(self._building)
+
+    async def _build_pool(self) -> RendererPool:
+        started = time.monotonic()
+        first, build_s = await in_io_thread(self._build), time.monotonic() - started
+        logger.info("action=renderer_built s=%.3f", build_s)
+        return RendererPool(first, self._build, build_s=build_s, max_renderers=self._max_renderers)
+
+    def _forget_failure(self, building: "asyncio.Task[RendererPool]") -> None:
+        if building.cancelled():
+            self._building = None
+        elif error := building.exception():
+            logger.warning("action=renderer_not_built error=%r: the next caller tries again", error)
+            self._building = None
 
     async def prompt_ids(self, turn: NextTurn) -> Ids:
-        pool = await self._pools.pool(self.key)
+        pool = await self.pool()
         return await pool.encode(functools.partial(next_prompt, turn=turn))
 
     async def message(
@@ -223,9 +160,9 @@ class PooledRenderer:
         def parse(renderer: Renderer) -> dict[str, Any]:
             return renderer.message(completion_ids, prompt_ids=prompt_ids, tools=tools, values=values)
 
-        pool = await self._pools.pool(self.key)
+        pool = await self.pool()
         return await pool.decode(parse)
 
     async def texts(self, ids: Ids) -> list[str]:
-        pool = await self._pools.pool(self.key)
+        pool = await self.pool()
         return await pool.decode(lambda renderer: renderer.texts(ids))

@@ -13,7 +13,7 @@ from headpond.environments.loading import LoadedEnvironment
 from headpond.event_loop.factory import event_loop_factory
 from headpond.fields import TrainerField
 from headpond.playing.rollout import Attempt, RolloutStage
-from headpond.renderers import PooledRenderer, RendererKey, RendererPools
+from headpond.renderers import PooledRenderer
 from support.stores import directory_store
 
 
@@ -38,8 +38,8 @@ async def stage_of(
 ) -> AsyncIterator[RolloutStage]:
     async with EngineClient.open(quick_engine(*urls, **engine)) as client:
         settings = policy or Policy()
-        renderer = settings.renderer and RendererKey.of(settings.renderer, client.settings.model)
-        dialect = dialect_of(client.settings, renderer=renderer and PooledRenderer(RendererPools(), renderer))
+        renderer = settings.renderer and PooledRenderer.of(settings.renderer, client.settings.model)
+        dialect = dialect_of(client.settings, renderer=renderer)
         yield RolloutStage(
             client=client, store=directory_store(root), settings=settings, dialect=dialect, fields=fields
         )

@@ -22,7 +22,7 @@ from headpond.event_loop.offload import in_cpu_thread
 from headpond.ids import engine_session
 from headpond.playing.policy import count_use, named_adapter, prompt_of, rendered_message, turn_metadata
 from headpond.recording import Claim, Prepared, Session
-from headpond.renderers import PooledRenderer, RendererKey, RendererPools
+from headpond.renderers import PooledRenderer
 from headpond.servers.sessions import headers
 from headpond.servers.sessions.apis import CHAT, Api
 from headpond.servers.sessions.backend import Backend, EngineRequest, EngineResponse
@@ -368,7 +368,7 @@ class Chats:
 
 def renderer_of(config: RunConfig) -> PooledRenderer | None:
     settings = config.policy.renderer
-    return PooledRenderer(RendererPools(), RendererKey.of(settings, config.engine.model)) if settings else None
+    return PooledRenderer.of(settings, config.engine.model) if settings else None
 
 
 def forwarded(response: EngineResponse) -> web.Response:

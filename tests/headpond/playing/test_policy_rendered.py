@@ -21,7 +21,7 @@ from headpond.engines.http.client import EngineClient
 from headpond.errors import BadRequest
 from headpond.playing.policy import RecordedPolicy
 from headpond.recording import Mode, Session, SessionSettings
-from headpond.renderers import PooledRenderer, RendererKey, RendererPools, bytes_chatml
+from headpond.renderers import PooledRenderer, bytes_chatml
 from headpond.store.columns import read_columns
 
 Tokenize = Callable[[str], list[int]]
@@ -60,7 +60,7 @@ async def recorded_policy(
 ) -> AsyncIterator[tuple[RecordedPolicy, Session]]:
     config = quick_engine(url, dialect="generate", **engine)
     assert settings.renderer is not None
-    renderer = PooledRenderer(RendererPools(), RendererKey.of(settings.renderer, config.model))
+    renderer = PooledRenderer.of(settings.renderer, config.model)
     recording = SessionSettings(session="s1", key="rollouts/r1", rollout="r1", attempt=1, mode=Mode.LINEAR)
     async with EngineClient.open(config) as client:
         session = await Session.start(directory_store(root), recording, route_format=config.route_format)

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from support.engine_clients import run
 from support.tokenizer_directory import tokenizer_dir
 from support.waiting import wait_until
 
+from headpond.config.engine import RendererSettings
 from headpond.errors import BadRequest, InfrastructureFailure
-from headpond.renderers import NextTurn, PooledRenderer, RendererKey, RendererPools, process_renderer
+from headpond.renderers import NextTurn, PooledRenderer, Renderer, process_renderer
 from headpond.renderers.pools import build
 from headpond.renderers.process_renderer import ProcessRenderer
 from headpond.renderers.tokenizer_directory import DirectoryRenderer
@@ -28,12 +30,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tokenizer_dir(tmp_path_factory.mktemp("tokenizers") / "small")
 
 
-def key_of(directory: Path) -> RendererKey:
-    return RendererKey(backend="directory", model=str(directory))
+def build_in(directory: Path, **template: Any) -> Renderer:
+    return build(RendererSettings(backend="directory", chat_template_kwargs=template), str(directory))
 
 
 def built(directory: Path) -> ProcessRenderer:
-    renderer = build(key_of(directory))
+    renderer = build_in(directory)
     assert isinstance(renderer, ProcessRenderer)
     return renderer
 
@@ -108,7 +110,7 @@ def test_a_process_ends_with_a_parent_that_was_killed(directory: Path) -> None:
 def test_a_build_that_dies_is_an_infrastructure_failure(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHOME", "/nowhere")  # Python cannot start with this
     with pytest.raises(InfrastructureFailure, match=r"renderer of .* died"):
-        build(key_of(directory))
+        build_in(directory)
     monkeypatch.delenv("PYTHONHOME")
     assert len(built(directory).render(MESSAGES))
 
@@ -118,20 +120,16 @@ def test_building_a_renderer_does_not_affect_others(directory: Path, tmp_path: P
     environment = dict(os.environ)
 
     async def main() -> None:
-        pools = RendererPools(max_pools=2, max_renderers=1)
-        renderer = PooledRenderer(pools, key_of(directory))
+        renderer = PooledRenderer(partial(build_in, directory), max_renderers=1)
         turn = NextTurn(messages=MESSAGES)
         expected = (await renderer.prompt_ids(turn)).tolist()
-        others = [
-            RendererKey(backend="directory", model=str(directory), template=f'{{"enable_thinking": false, "n": {n}}}')
-            for n in range(3)
-        ]
-        building = asyncio.gather(*(pools.pool(key) for key in others))
+        others = [PooledRenderer(partial(build_in, directory, enable_thinking=False, n=n)) for n in range(3)]
+        building = asyncio.gather(*(other.pool() for other in others))
         encoded = 0
         while not building.done() or not encoded:
             assert (await renderer.prompt_ids(turn)).tolist() == expected
             encoded += 1
-        assert (await PooledRenderer(pools, others[-1]).prompt_ids(turn)).tolist() != expected
+        assert (await others[-1].prompt_ids(turn)).tolist() != expected
         assert (await renderer.prompt_ids(turn)).tolist() == expected
 
     run(main)

@@ -6,8 +6,9 @@ import pytest
 from support.tokenizer_directory import tokenizer_dir
 from tokenizers import Tokenizer
 
+from headpond.config.engine import RendererSettings
 from headpond.errors import BadRequest, ConfigError
-from headpond.renderers import NextTurn, RendererKey, next_prompt
+from headpond.renderers import NextTurn, next_prompt
 from headpond.renderers.pools import build
 from headpond.renderers.renderers_package import PackageRenderer
 from headpond.renderers.tokenizer_directory import DirectoryRenderer
@@ -92,7 +93,7 @@ def test_the_packages_default_renderer_uses_the_directorys_template(directory: P
 
 
 def test_the_backend_renders_in_a_child_process(directory: Path, renderer: PackageRenderer) -> None:
-    in_child = build(RendererKey(backend="renderers", model=str(directory), options='{"name": "qwen3"}'))
+    in_child = build(RendererSettings(backend="renderers", options={"name": "qwen3"}), str(directory))
     assert in_child.render([QUESTION]).tolist() == renderer.render([QUESTION]).tolist()
 
 

@@ -7,8 +7,9 @@ import pytest
 from support.tokenizer_directory import TEMPLATE, tokenizer_dir
 from tokenizers import Tokenizer
 
+from headpond.config.engine import RendererSettings
 from headpond.errors import BadRequest, ConfigError, InfrastructureFailure
-from headpond.renderers import NextTurn, RendererKey, next_prompt
+from headpond.renderers import NextTurn, next_prompt
 from headpond.renderers.pools import build
 from headpond.renderers.tokenizer_directory import DirectoryRenderer
 from headpond.turn import Ids
@@ -217,7 +218,7 @@ def test_a_template_cannot_leave_its_sandbox(tmp_path: Path) -> None:
 
 def test_problems_of_a_directory_are_reported(tmp_path: Path) -> None:
     def built(directory: Path) -> object:
-        return build(RendererKey(backend="directory", model=str(directory)))
+        return build(RendererSettings(backend="directory"), str(directory))
 
     with pytest.raises(ConfigError, match=r"nowhere .*tokenizer\.json.* policy\.renderer"):
         built(tmp_path / "nowhere")
