@@ -192,13 +192,13 @@ def sentence(text: str) -> str:
 
 
 @contextlib.contextmanager
-def error_boundary(kind: type[HeadpondError], what: str) -> Generator[None]:
-    """Let Headpond's own errors pass; convert any other exception, and SessionError, to `kind`
-    with its file and line. `what` begins the message. Cancellation passes: see `in_own_task`."""
+def error_boundary(kind: type[HeadpondError], what: str, *passing: type[Exception]) -> Generator[None]:
+    """Let Headpond's own errors and `passing` pass; convert any other exception, and SessionError,
+    to `kind` with its file and line. `what` begins the message. Cancellation passes: see `in_own_task`."""
     try:
         yield
     except (Exception, SystemExit, KeyboardInterrupt) as error:
-        if isinstance(error, HeadpondError) and not isinstance(error, SessionError):
+        if isinstance(error, passing) or (isinstance(error, HeadpondError) and not isinstance(error, SessionError)):
             raise
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
             raise  # Ctrl-C

@@ -82,7 +82,7 @@ RUN_BY = {
     "torchrun": "tests/vllm/test_learning.py",
     "redis-server": "headpond/processes/embedded_redis.py",
     "python -m vllm.entrypoints.openai.api_server": "tests/vllm",
-    "curl": "tests/headpond/engines/weights/test_documented_commands.py",
+    "curl": "tests/headpond/engines/test_documented_commands.py",
     "make vllm": "tests/vllm",
 }
 """What takes long, or needs Docker: parsed here, and run by this suite or module."""

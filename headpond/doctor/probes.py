@@ -11,7 +11,7 @@ from headpond.batches.manifest import TRUNCATIONS
 from headpond.config.engine import AbsentRoutes, Engine, Policy
 from headpond.doctor.findings import Finding, note, ok, wrong
 from headpond.engines.dialects import dialect_of
-from headpond.engines.responses.sampling_parameters import altered_parameters
+from headpond.engines.dialects.base import altered_parameters
 from headpond.environments.loading import LoadedEnvironment
 from headpond.environments.protocol import Completion
 from headpond.errors import NothingToTrain, PolicyFailure

@@ -8,7 +8,7 @@ name and the metadata.
 import contextlib
 import functools
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from msgspec import structs
 
 from headpond.config.engine import RESERVED, Policy
 from headpond.engines.dialects import Dialect, Prompt
-from headpond.engines.dialects.base import AsyncRenderer
+from headpond.engines.dialects.base import AsyncRenderer, altered_sampling
 from headpond.engines.http.client import EngineClient, Request, Response
 from headpond.engines.http.transport import SESSION_HEADER
 from headpond.engines.replicas.selection import Replica, Replicas
@@ -32,8 +32,7 @@ from headpond.engines.responses.continuation import (
     remaining,
 )
 from headpond.engines.responses.response import KEEP, RequestInfo, read_turn
-from headpond.engines.responses.sampling_parameters import altered_sampling
-from headpond.engines.weights.labels import START_VERSION, WeightLabel
+from headpond.engines.weights import START_VERSION, WeightLabel
 from headpond.environments.protocol import Completion
 from headpond.errors import (
     BadRequest,
@@ -127,8 +126,20 @@ class RecordedPolicy:
             request = Stopwatch()
             response = await self._send(prepared, prompt, fields)
             request.stop()
-            turn, message = await self._with_rendered_message(prepared, prompt, fields, *response.value)
-            metadata = _metadata(response, fields, request, agent=agent, train=train)
+            turn, message = response.value
+            if message is None:
+                number = prepared.arrival
+                message = await rendered_message(self._dialect, prompt, turn, number=number, fields=fields)
+                turn = structs.replace(turn, message=orjson.dumps(message))
+            metadata = turn_metadata(
+                fields,
+                response.replica,
+                version=response.version,
+                answered_at=response.answered_at,
+                request=request,
+                agent=agent,
+                completion_mask=None if train else np.zeros(len(turn.completion_ids), np.uint8),
+            )
             recorded = await self._session.commit(claim, prepared, turn, metadata, seen=False)
             self._recorded_tokens += len(turn.completion_ids)
         if not recorded or claim.turn is None:
@@ -161,7 +172,7 @@ class RecordedPolicy:
     async def _send(self, prepared: Prepared, prompt: Prompt, sampling: Mapping[str, Any]) -> Exchanged:
         """Return the engine's response. An aborted one is continued if possible: the parts
         become one turn."""
-        continues = can_continue(prompt, sampling)
+        continues = functools.partial(can_continue, prompt, sampling)
         open_samples, route_format = prepared.open_samples, prepared.route_format
         arrival = prepared.arrival
         seeded = self._seeded(sampling, arrival)
@@ -182,7 +193,7 @@ class RecordedPolicy:
                 self._seeded(remaining_sampling, arrival, continuation=continuations),
                 [sample],
                 turn.routes.format if turn.routes else route_format,
-                continues=True,
+                continues=lambda: True,
             )
             response = _joined(response, continuation)
         return response
@@ -194,7 +205,7 @@ class RecordedPolicy:
         open_samples: Sequence[OpenSample],
         route_format: RouteFormat,
         *,
-        continues: bool,
+        continues: Callable[[], bool],
     ) -> Exchanged:
         session = self._session.settings
         model, version = await named_adapter(self._dialect, self._client.replicas)
@@ -231,14 +242,6 @@ class RecordedPolicy:
         self.failures += response.failures
         self.aborts += response.aborts
         return response
-
-    async def _with_rendered_message(
-        self, prepared: Prepared, prompt: Prompt, fields: Mapping[str, Any], turn: Turn, message: Message | None
-    ) -> tuple[Turn, Message]:
-        if message is not None:
-            return turn, message
-        message = await rendered_message(self._dialect, prompt, turn, number=prepared.arrival, fields=fields)
-        return structs.replace(turn, message=orjson.dumps(message)), message
 
     def _sampling_fields(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
         if refused := sorted(RESERVED & overrides.keys()):
@@ -311,21 +314,6 @@ def _with_message(turn: Turn) -> tuple[Turn, Message | None]:
         ):
             raise Upstream("the engine's message has a tool call without a name or without arguments in a string")
     return turn, message
-
-
-def _metadata(
-    response: Exchanged, sampling: Mapping[str, Any], request: Stopwatch, *, agent: str, train: bool
-) -> TurnMetadata:
-    turn, _ = response.value
-    return turn_metadata(
-        sampling,
-        response.replica,
-        version=response.version,
-        answered_at=response.answered_at,
-        request=request,
-        agent=agent,
-        completion_mask=None if train else np.zeros(len(turn.completion_ids), np.uint8),
-    )
 
 
 async def prompt_of(

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headpond.config import RunConfig
-from headpond.engines.replicas.control import EngineControl, Load, LoadPoller, Replica
+from headpond.engines.replicas.control import EngineControl, Load, Replica, polling
 from headpond.orchestrator.ledger.ledger import Ledger
 
 DECREASE = 0.8
@@ -37,7 +37,7 @@ class LoadWatch:
     async def run(self) -> None:
         if not self._adapts:
             return
-        async with EngineControl.open(self._settings) as control, LoadPoller(control, self._replicas).running():
+        async with EngineControl.open(self._settings) as control, polling(control.poll_load, self._replicas):
             while True:
                 self.limit.observe(self.loads, in_flight=self._ledger.ungenerated)
                 await asyncio.sleep(LOOK_S)

@@ -17,7 +17,7 @@ from headpond.engines.replicas.control import (
     EngineControl,
     Orders,
     Replica,
-    VersionPoller,
+    polling,
     reload_advice,
 )
 from headpond.errors import RunError
@@ -113,7 +113,7 @@ class ReplicaWatch:
     async def run(self) -> None:
         if not self.reported:
             return
-        async with EngineControl.open(self._settings) as control, VersionPoller(control, self.all).running():
+        async with EngineControl.open(self._settings) as control, polling(control.poll_version, self.all):
             while True:
                 self.judge(time.monotonic())
                 await asyncio.sleep(JUDGE_S)

@@ -23,7 +23,7 @@ from headpond.engines.dialects.base import (
     read_message,
     read_part,
 )
-from headpond.engines.weights.control_calls import Call, ControlCalls
+from headpond.engines.weights import Call, ControlCalls
 from headpond.errors import ConfigError, error_boundary
 
 __all__ = [

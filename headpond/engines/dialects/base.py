@@ -1,5 +1,8 @@
 """The base of all dialects, and their shared helpers for OpenAI-like chats and parts of a response."""
 
+import contextlib
+import functools
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -11,10 +14,12 @@ import numpy as np
 import orjson
 
 from headpond.config.engine import Engine
-from headpond.engines.weights.control_calls import ControlCalls
-from headpond.errors import BadRequest, HeadpondError, StageError, Upstream, raised_at, text_of
+from headpond.engines.weights import ControlCalls
+from headpond.errors import BadRequest, SessionError, StageError, Upstream, error_boundary
 from headpond.renderers.protocol import NO_VALUES, NextTurn, TemplateValues, Tools
 from headpond.turn import Body, Ids, Logprobs, Message, Turn, VersionSpan, ids_text
+
+logger = logging.getLogger("headpond.engines")
 
 MAX_TOKEN_ID = 2**31 - 1
 """Token ids are stored as i32."""
@@ -31,6 +36,42 @@ CHAT_PATH = "/v1/chat/completions"
 CONTEXT_LIMIT = ("context length", "context_length", "maximum model length")
 """Phrases in the error messages of vLLM, SGLang and OpenAI."""
 A_DICT = "return a dict, the JSON object of the request"
+
+
+NEUTRAL = {
+    "top_p": (1,),
+    "top_k": (-1, 0),
+    "min_p": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+}
+"""Sampling parameters that change the distribution, with the values that leave it unchanged. The trainer computes
+probabilities of the unchanged one, so importance ratios of other turns are off."""
+
+
+def altered_sampling(sampling: Mapping[str, Any]) -> str:
+    """The parameters that change the distribution, as JSON. Each combination is logged once."""
+    altered = altered_parameters(sampling)
+    if altered:
+        warn_once(", ".join(sorted(altered)))
+    return orjson.dumps(altered, option=orjson.OPT_SORT_KEYS).decode()
+
+
+def altered_parameters(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value
+        for name, neutral in NEUTRAL.items()
+        if (value := sampling.get(name)) is not None and value not in neutral
+    }
+
+
+@functools.cache
+def warn_once(names: str) -> None:
+    logger.warning(
+        "action=altered_sampling fields=%s: the trainer's probabilities are of another distribution; ratios are off",
+        names,
+    )
 
 
 class AsyncRenderer(Protocol):
@@ -94,28 +135,6 @@ class ResponseFields(msgspec.Struct, frozen=True, kw_only=True):
     is repeated."""
 
 
-class DialectBoundary:
-    """A context that turns the dialect's errors into StageError: the same request would fail again.
-
-    Headpond's own errors and `passing` go through: they concern the request or the response.
-    """
-
-    __slots__ = ("_dialect", "_method", "_passing")
-
-    def __init__(self, dialect: "Dialect", method: str, *passing: type[Exception]) -> None:
-        self._dialect, self._method, self._passing = dialect, method, passing
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, (HeadpondError, *self._passing)):
-            name = f"{type(self._dialect).__module__}:{type(self._dialect).__qualname__}"
-            raise StageError(
-                f"the dialect {name} failed in {self._method}: {text_of(error)} ({raised_at(error)})"
-            ) from error
-
-
 class Dialect(ABC):
     """The API of one kind of server: its request, and the places of the recorded parts in its
     response.
@@ -170,10 +189,18 @@ class Dialect(ABC):
         `msgspec.Raw` of it, undecoded.
         """
 
+    def boundary(self, method: str, *passing: type[Exception]) -> contextlib.AbstractContextManager[None]:
+        """A context that turns the errors of a method into StageError: the same request would fail again.
+
+        Headpond's own errors and `passing` go through: they concern the request or the response.
+        """
+        name = f"{type(self).__module__}:{type(self).__qualname__}"
+        return error_boundary(StageError, f"the dialect {name} failed in {method}", SessionError, *passing)
+
     def request_body(self, prompt: Prompt, sampling: Mapping[str, Any], *, model: str | None = None) -> bytes:
         """The request as JSON. StageError if `request_fields` fails, BadRequest if JSON has no form
         for the caller's values."""
-        with DialectBoundary(self, "request_fields"):
+        with self.boundary("request_fields"):
             fields: Any = self.request_fields(prompt, sampling)
             if not isinstance(fields, dict):
                 raise StageError(f"{type(self).__name__}.request_fields returned a {type(fields).__name__}: {A_DICT}")

@@ -24,8 +24,7 @@ from headpond.engines.dialects.base import (
     only_choice,
     read_completion,
 )
-from headpond.engines.weights.control_calls import ControlCalls, VllmCalls
-from headpond.engines.weights.labels import LabelSpan, read_spans
+from headpond.engines.weights import ControlCalls, LabelSpan, VllmCalls, read_spans
 from headpond.errors import Upstream
 from headpond.turn import Body, Ids, ids_text
 

@@ -18,8 +18,7 @@ from headpond.engines.dialects.base import (
     only_choice,
     read_message,
 )
-from headpond.engines.weights.control_calls import ControlCalls, SglangCalls
-from headpond.engines.weights.labels import LabelSpan, Version, read_label, read_spans
+from headpond.engines.weights import ControlCalls, LabelSpan, SglangCalls, Version, read_label, read_spans
 from headpond.errors import Upstream
 from headpond.turn import Ids, Logprobs
 

@@ -15,7 +15,7 @@ from headpond.engines.dialects.base import (
     read_completion,
     read_message,
 )
-from headpond.engines.weights.control_calls import ControlCalls, VllmCalls
+from headpond.engines.weights import ControlCalls, VllmCalls
 from headpond.errors import Upstream
 
 

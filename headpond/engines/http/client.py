@@ -27,7 +27,7 @@ from headpond.engines.http.transport import (
 )
 from headpond.engines.replicas.control import read_page
 from headpond.engines.replicas.selection import Replica
-from headpond.errors import Aborted, EngineUnreachable, InfrastructureFailure, PolicyFailure, Upstream
+from headpond.errors import Aborted, EngineUnreachable, InfrastructureFailure, PolicyFailure, Upstream, text_of
 from headpond.event_loop.offload import in_cpu_thread
 from headpond.replica_use import Usage
 from headpond.turn import Body, SaidVersion
@@ -137,7 +137,7 @@ class EngineClient(EngineConnection):
             if reservation.held <= ON_LOOP_BYTES:
                 value = read(joined(chunks))
             else:
-                value = await in_cpu_thread(_read_chunks, chunks, read)
+                value = await in_cpu_thread(lambda: read(joined(chunks)))
             self._names.check(replica, name, head)
             return value
 
@@ -165,7 +165,7 @@ class Retries:
         self.aborts += isinstance(error, Aborted)
         if self.failures > self._settings.retries:
             raise InfrastructureFailure(
-                f"the engine failed {self.failures} times at one request, the last time: {_text(error)}"
+                f"the engine failed {self.failures} times at one request, the last time: {text_of(error)}"
             ) from error
 
     def count_unreachable(self, error: Exception) -> None:
@@ -179,16 +179,12 @@ class Retries:
                 raise EngineUnreachable(f"no replica may serve for {waited_s:g} s, the last asked: {error}") from error
             raise EngineUnreachable(
                 f"no replica of the engine could be connected to for {self._settings.unreachable_s:g} s, the last "
-                f"time: {_text(error)}; is it running, and is engine.urls right?"
+                f"time: {text_of(error)}; is it running, and is engine.urls right?"
             ) from error
 
     async def pause(self) -> None:
         await asyncio.sleep(self._pause_s * random.uniform(0.5, 1.0))  # noqa: S311  spreads retries of many requests
         self._pause_s = min(2 * self._pause_s, self._settings.retry_most_s)
-
-
-def _read_chunks(chunks: list[Body], read: Callable[[Body], T]) -> T:
-    return read(joined(chunks))
 
 
 def _raise_status(url: str, status: int, content: bytes, dialect: Dialect) -> NoReturn:
@@ -200,7 +196,3 @@ def _raise_status(url: str, status: int, content: bytes, dialect: Dialect) -> No
         raise PolicyFailure(f"context limit: {message}")
     absent = f"; {dialect.absent_hint}" if status == 404 and dialect.absent_hint else ""
     raise InfrastructureFailure(f"{message}; check engine.urls, engine.model and engine.dialect{absent}")
-
-
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -26,7 +26,7 @@ from multidict import CIMultiDict
 
 from headpond.config.engine import Engine
 from headpond.engines.http.receiver import READ_BYTES, Buffers, attach, is_new, receiver_of
-from headpond.engines.replicas.control import EngineControl, LoadPoller, VersionPoller
+from headpond.engines.replicas.control import EngineControl, polling
 from headpond.engines.replicas.selection import CONNECTED, Replica, Replicas
 from headpond.errors import ConfigError, InfrastructureFailure, Upstream
 from headpond.event_loop.offload import cores
@@ -326,8 +326,8 @@ class EngineConnection:
             with contextlib.suppress(ConfigError):  # reported where the dialect is used
                 control = await stack.enter_async_context(EngineControl.open(settings))
                 if settings.versions == "reported":
-                    await stack.enter_async_context(VersionPoller(control, replicas).running())
-                await stack.enter_async_context(LoadPoller(control, replicas).running())
+                    await stack.enter_async_context(polling(control.poll_version, replicas))
+                await stack.enter_async_context(polling(control.poll_load, replicas))
             yield connection
 
 

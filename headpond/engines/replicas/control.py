@@ -3,11 +3,11 @@
 The dialect names the endpoints (`Dialect.control`).
 """
 
-import abc
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any
 
 import aiohttp
 import orjson
@@ -16,8 +16,7 @@ from headpond.config.engine import Engine
 from headpond.engines.dialects import load_dialect
 from headpond.engines.replicas.load import METRICS_PATH, Load, read_load
 from headpond.engines.replicas.selection import Orders, Replica
-from headpond.engines.weights.control_calls import Call, ControlCalls
-from headpond.engines.weights.labels import FAILED, LOADING, START_VERSION, WeightLabel, label_of
+from headpond.engines.weights import FAILED, LOADING, START_VERSION, Call, ControlCalls, WeightLabel, label_of
 from headpond.errors import InfrastructureFailure
 from headpond.event_loop.cancellation import run_to_completion
 
@@ -28,12 +27,11 @@ __all__ = [
     "UNREACHABLE",
     "EngineControl",
     "Load",
-    "LoadPoller",
     "Orders",
     "Replica",
-    "VersionPoller",
     "WeightLabel",
     "label_of",
+    "polling",
     "read_page",
     "reload_advice",
 ]
@@ -160,6 +158,29 @@ class EngineControl:
         async with asyncio.timeout(ANSWER_S):
             await self._perform(url, self._calls.resume(None))
 
+    async def poll_load(self, replica: Replica) -> None:
+        """Poll the load, for the choice between replicas, and the start time of the answering process."""
+        while True:
+            try:
+                replica.hear_load(await self.busyness(replica.url))
+            except UNREACHABLE:
+                replica.hear_load(None)
+            await asyncio.sleep(LOAD_S)
+
+    async def poll_version(self, replica: Replica) -> None:
+        """Poll the weights' label: once a second, and at once when a request or a sealing waits for it."""
+        while True:
+            replica.asked.clear()
+            began = time.monotonic()
+            try:
+                replica.hear(await self.label(replica.url), began=began)
+            except UNREACHABLE:
+                replica.poll_failed()
+            await asyncio.sleep(FAILED_PAUSE_S if replica.failed_polls else LEAST_PAUSE_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(POLL_S):
+                    await replica.asked.wait()
+
     async def _perform(self, url: str, calls: Sequence[Call]) -> None:
         for call in calls:
             attempts = RESET_ATTEMPTS if call.may_be_early else 1
@@ -209,52 +230,15 @@ def _is_refusal(body: bytes) -> bool:
     return isinstance(answer, dict) and answer.get("success") is False
 
 
-class Poller(abc.ABC):
-    """Polls every replica of a process again and again."""
-
-    def __init__(self, control: EngineControl, replicas: Sequence[Replica]) -> None:
-        self._control = control
-        self._replicas = list(replicas)
-
-    @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(self._follow(replica)) for replica in self._replicas]
-        try:
-            yield
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    @abc.abstractmethod
-    async def _follow(self, replica: Replica) -> None: ...
-
-
-class LoadPoller(Poller):
-    """Polls the load, for the choice between replicas, and the start time of the answering process."""
-
-    async def _follow(self, replica: Replica) -> None:
-        while True:
-            try:
-                replica.hear_load(await self._control.busyness(replica.url))
-            except UNREACHABLE:
-                replica.hear_load(None)
-            await asyncio.sleep(LOAD_S)
-
-
-class VersionPoller(Poller):
-    """Polls the weights' label: once a second, and at once when a request or a sealing waits for
-    it."""
-
-    async def _follow(self, replica: Replica) -> None:
-        while True:
-            replica.asked.clear()
-            began = time.monotonic()
-            try:
-                replica.hear(await self._control.label(replica.url), began=began)
-            except UNREACHABLE:
-                replica.poll_failed()
-            await asyncio.sleep(FAILED_PAUSE_S if replica.failed_polls else LEAST_PAUSE_S)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(POLL_S):
-                    await replica.asked.wait()
+@contextlib.asynccontextmanager
+async def polling(
+    poll: Callable[[Replica], Coroutine[Any, Any, None]], replicas: Sequence[Replica]
+) -> AsyncIterator[None]:
+    """Poll every replica, each in a task of its own."""
+    tasks = [asyncio.create_task(poll(replica)) for replica in replicas]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

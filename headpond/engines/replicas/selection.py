@@ -1,7 +1,7 @@
 """The replicas of a server: their load, the label of their weights, and which of them may serve.
 
 The version before a request comes from the last finished poll. The version after it comes from the
-first poll that began once the response had come. `control.VersionPoller` polls.
+first poll that began once the response had come. `control.EngineControl` polls.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from headpond.engines.replicas.load import Load
-from headpond.engines.weights.labels import START_VERSION, WeightLabel
+from headpond.engines.weights import START_VERSION, WeightLabel
 from headpond.errors import EngineUnreachable
 from headpond.replica_use import ASKED
 from headpond.turn import SaidVersion

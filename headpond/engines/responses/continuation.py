@@ -13,8 +13,7 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from headpond.engines.dialects.base import Prompt
-from headpond.engines.responses.sampling_parameters import NEUTRAL
+from headpond.engines.dialects.base import NEUTRAL, Prompt
 from headpond.errors import Upstream
 from headpond.turn import Ids, OpenSample, Routes, SamplingMask, Turn, VersionSpan
 

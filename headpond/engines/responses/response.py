@@ -7,7 +7,7 @@ fast path rejects.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import attrgetter
@@ -24,7 +24,6 @@ from headpond.engines.dialects.base import (
     LOGPROB_ROUNDING,
     NO_IDS,
     Dialect,
-    DialectBoundary,
     ResponseFields,
     TokenId,
     listed_ids,
@@ -70,7 +69,7 @@ class RequestInfo:
     renders: bool = False
     """Whether the renderer makes the message from the completion's tokens. The engine's message is
     then not used."""
-    continues: bool = False
+    continues: Callable[[], bool] = lambda: False
     """Whether the caller continues an aborted completion. Otherwise one raises `Aborted`."""
 
 
@@ -249,10 +248,11 @@ def _response(text: bytes, request: RequestInfo) -> ResponseFields:
     dialect = request.dialect
     if not text.isascii():
         text.decode()  # msgspec does not check the encoding of values that it skips
-    with DialectBoundary(dialect, "read", *MALFORMED):
+    with dialect.boundary("read", *MALFORMED):
         response = dialect.read(text)
-    _check_types(response, dialect)
-    if not response.final and not request.continues:
+    if wrong := _wrong_type(response):  # the response is not to blame, and another one would not help
+        raise StageError(f"{type(dialect).__name__}.read returned {wrong}")
+    if not response.final and not request.continues():
         aborted = Aborted(f"the engine aborted the completion (finish reason {response.finish_reason!r}): {KEEP}")
         aborted.sampled_tokens = len(response.completion_ids)
         raise aborted
@@ -260,14 +260,6 @@ def _response(text: bytes, request: RequestInfo) -> ResponseFields:
     if is_nested_too_deeply(message, lambda: orjson.loads(message)):
         raise Upstream(f"the engine's message is nested deeper than {MAX_NESTING} levels")
     return response
-
-
-def _check_types(response: object, dialect: Dialect) -> None:
-    """StageError if the dialect returns wrong types. The response is not to blame, and another one
-    would not help."""
-    wrong = _wrong_type(response)
-    if wrong:
-        raise StageError(f"{type(dialect).__name__}.read returned {wrong}")
 
 
 def _wrong_type(response: object) -> str | None:

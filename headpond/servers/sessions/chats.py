@@ -108,7 +108,7 @@ class Chats:
     async def warm_up(self) -> None:
         """Build the renderer before the first chat. Raises ConfigError if that cannot work."""
         if self.renderer:
-            await self.renderer.warm_up()
+            await self.renderer.pool()
 
     async def handle(self, request: web.BaseRequest, entry: Entry, metadata: SessionMetadata, api: Api) -> web.Response:
         session, attempt = opened(entry), Attempt.of(request)

@@ -27,8 +27,8 @@ from support.upstream import (
 
 from headpond.config.engine import Engine, Policy, Sampling
 from headpond.engines.dialects import dialect_of
+from headpond.engines.dialects.base import warn_once
 from headpond.engines.http.client import EngineClient
-from headpond.engines.responses.sampling_parameters import warn_once
 from headpond.errors import BadRequest, Busy, ConfigError, InfrastructureFailure, PolicyFailure
 from headpond.playing.policy import RecordedPolicy
 from headpond.recording import Mode, Session, SessionSettings

@@ -58,7 +58,7 @@ def test_masks_of_a_cut_and_of_a_continued_completion_fit_its_tokens(dialect: st
     cut = read(dialect, MASKS, max_seq_len=5).sampling_mask
     assert cut is not None
     assert (cut.ids.tolist(), cut.lengths.tolist()) == ([21, 5, 22, 7], [1, 3])
-    first = read(dialect, MASKS, finish_reason="abort", continues=True)
+    first = read(dialect, MASKS, finish_reason="abort", continues=lambda: True)
     rest = read(dialect, [[30, 31]], prompt=PROMPT + COMPLETION, completion=[31], logprobs=[-1.0],
                 open_samples=[open_sample_of(first, [])])  # fmt: skip
     whole = joined(first, rest).sampling_mask

@@ -40,7 +40,7 @@ every_server = pytest.mark.parametrize(("dialect", "answer"), SERVERS.values(), 
 def info(dialect: str, *, continues: bool = False, **engine: Any) -> RequestInfo:
     settings = Engine(dialect=dialect, hidden_layers=3, experts_per_token=2, **engine)
     prompt_ids = None if dialect == "vllm" else np.array(PROMPT, np.int32)
-    return RequestInfo(dialect=load_dialect(dialect)(settings), prompt_ids=prompt_ids, continues=continues)
+    return RequestInfo(dialect=load_dialect(dialect)(settings), prompt_ids=prompt_ids, continues=lambda: continues)
 
 
 def read(answer: Json, dialect: str, **how: Any) -> Turn:

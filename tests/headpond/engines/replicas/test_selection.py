@@ -7,7 +7,7 @@ import pytest
 
 from headpond.engines.replicas.load import Load
 from headpond.engines.replicas.selection import NO_ORDERS, Orders, Replica, Replicas
-from headpond.engines.weights.labels import WeightLabel
+from headpond.engines.weights import WeightLabel
 from headpond.errors import EngineUnreachable
 from headpond.turn import SaidVersion
 
