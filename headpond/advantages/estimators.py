@@ -145,25 +145,16 @@ def scaled_by_batch(batch: BatchValues) -> Floats:
     return batch.values / (deviation(batch.rewards) + BATCH_STD_EPSILON)
 
 
-def whiten(batch: BatchValues, *, corrected: bool, added: bool) -> Floats:
-    """Scale to mean 0 and variance 1 over the batch's sampled tokens; each carries its rollout's
-    value. `corrected`: the variance has n - 1 (Bessel). `added`: VARIANCE_EPSILON is added to
-    the variance; else it is the variance's minimum."""
+def whiten(batch: BatchValues, *, by: Whitening) -> Floats:
+    """Scale to mean 0 and variance 1 over the batch's sampled tokens, as the named framework does.
+    Each token carries its rollout's value. With verl, the variance has n - 1 (Bessel), and
+    VARIANCE_EPSILON is added to it; else that is the variance's minimum."""
     weights, tokens = batch.sampled_tokens, int(batch.sampled_tokens.sum())
     if tokens < 2:
         return np.zeros(len(batch.values))
     differences = batch.values - math.fsum(weights * batch.values) / tokens
-    variance = math.fsum(weights * differences**2) / (tokens - 1 if corrected else tokens)
-    return differences / math.sqrt(variance + VARIANCE_EPSILON if added else max(variance, VARIANCE_EPSILON))
-
-
-def whitening(by: Whitening) -> Callable[[BatchValues], Floats]:
-    """Return the whitening of the named framework."""
-
-    def whitened(batch: BatchValues) -> Floats:
-        return whiten(batch, corrected=by == "verl", added=by == "verl")
-
-    return whitened
+    variance = math.fsum(weights * differences**2) / (tokens - 1 if by == "verl" else tokens)
+    return differences / math.sqrt(variance + VARIANCE_EPSILON if by == "verl" else max(variance, VARIANCE_EPSILON))
 
 
 def grpo_process(group: GroupValues) -> list[Floats]:
@@ -228,7 +219,11 @@ def rae(batch: BatchValues, state: Mapping[str, float], *, decay: float) -> tupl
 def built_in(by: Whitening, *, weights: Mapping[str, float], decay: float) -> dict[str, Estimator]:
     """Return the built-in estimators by their name in `advantages.estimator`. The arguments are
     settings that some of them use."""
-    whitened, weighted_gdpo, decaying_rae = whitening(by), partial(gdpo, weights=weights), partial(rae, decay=decay)
+    whitened, weighted_gdpo, decaying_rae = (
+        partial(whiten, by=by),
+        partial(gdpo, weights=weights),
+        partial(rae, decay=decay),
+    )
     return {
         "grpo": Estimator(group=grpo),
         "grpo_leave_one_out": Estimator(group=grpo_leave_one_out),

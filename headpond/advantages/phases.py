@@ -2,8 +2,6 @@
 when a step is composed."""
 
 import copy
-import json
-import logging
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -12,10 +10,9 @@ from numpy.typing import NDArray
 
 from headpond.advantages.settings import Recipe
 from headpond.advantages.values import MAX_REWARD, BatchValues, Floats, GroupValues, TurnValues, token_means
-from headpond.errors import StageError, described, error_boundary
+from headpond.declarations.named_code import named_state, pair, read_state
+from headpond.errors import StageError, error_boundary
 from headpond.filters import rewards_are_equal
-
-logger = logging.getLogger("headpond.advantages")
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 # The state is stored in the ledger and in every manifest. 1 MiB holds a baseline for each of 40,000
@@ -90,8 +87,11 @@ def batch_phase(batch: BatchValues, recipe: Recipe, state: str | None = None) ->
         if recipe.estimator.state is None:
             result, state_text = compute(batch), None
         else:
-            result, next_state = _pair(compute(batch, _state(state, recipe)), recipe)
-            state_text = _kept(next_state, recipe)
+            before = read_state(state, kind="estimator", name=recipe.name, first=copy.deepcopy(recipe.estimator.state))
+            result, after = pair(compute(batch, before), "advantages", label=f"the batch phase of {recipe.name}")
+            state_text = named_state(
+                after, kind="estimator", name=recipe.name, label=recipe.name, limit=STATE_LIMIT_BYTES
+            )
         values, by_turn = _values(result, batch.by_turn, size, recipe)
         return BatchAdvantages(values=values.astype(np.float32), state=state_text, by_turn=by_turn)
 
@@ -119,39 +119,6 @@ def _flat(values: Floats, by_turn: tuple[Floats, ...] | None) -> Floats:
     """Flatten the turn values and append a 0. They then count as equal only if all of them are
     0."""
     return values if by_turn is None else np.concatenate([*by_turn, np.zeros(1)])
-
-
-def _pair(result: object, recipe: Recipe) -> tuple[Any, Any]:
-    if isinstance(result, tuple) and len(cast("tuple[object, ...]", result)) == 2:
-        return cast("tuple[Any, Any]", result)
-    raise StageError(
-        f"{recipe.name} returned {described(result)} in its batch phase: it must return (advantages, next state)"
-    )
-
-
-def _state(text: str | None, recipe: Recipe) -> Any:
-    record: dict[str, Any] = json.loads(text) if text else {}
-    if record.get("estimator") == recipe.name:
-        return record["state"]
-    if record:
-        logger.warning("action=state_reset estimator=%s the state was kept by %s", recipe.name, record["estimator"])
-    return copy.deepcopy(recipe.estimator.state)
-
-
-def _kept(state: Any, recipe: Recipe) -> str:
-    try:
-        text = json.dumps({"estimator": recipe.name, "state": state}, default=_plain, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise StageError(f"{recipe.name} returned a state that is not JSON-serializable: {error}") from error
-    if len(text) > STATE_LIMIT_BYTES:
-        raise StageError(f"{recipe.name} returned a state of {len(text)} bytes: the limit is {STATE_LIMIT_BYTES}")
-    return text
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, np.generic):
-        return value.item()
-    raise TypeError(f"it contains a {type(value).__name__}")
 
 
 def _checked(result: Floats, size: int, source: str, unit: str = "rollouts") -> Floats:

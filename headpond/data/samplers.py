@@ -3,7 +3,6 @@
 import base64
 import functools
 import json
-import logging
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headpond.data.order import example_at, key
-from headpond.declarations.named_code import checked_function, import_attribute, is_custom, lookup
-from headpond.errors import ConfigError, StageError, described, error_boundary
+from headpond.declarations.named_code import (
+    checked_function,
+    import_class,
+    is_custom,
+    lookup,
+    named_state,
+    pair,
+    read_state,
+)
+from headpond.errors import ConfigError, StageError, error_boundary
 
 UNIFORM = "uniform"
 """Every example once in an epoch, without a sampler."""
@@ -23,7 +30,6 @@ UNKNOWN, NONE, MIXED, ALL = range(4)
 ENTRIES_MOST = 1 << 18  # The compressed state is at most 90 kB of text.
 # Most positions examined for each example drawn. A data set that is all solved must not stop a run.
 LOOKED_AT_MOST = 16
-logger = logging.getLogger("headpond.data")
 STATE_LIMIT_BYTES = 1 << 17  # A reply carries the state, and the ledger stores it.
 
 
@@ -136,13 +142,11 @@ class Drawn(NamedTuple):
 def load_class(name: str, *, setting: str) -> type[Any]:
     if not is_custom(name):
         return lookup(SAMPLERS, name, setting=setting)
-    loaded, label = import_attribute(name, setting=setting), f"{setting} = {name!r}"
-    if not isinstance(loaded, type):
-        raise ConfigError(f"{label} is a {type(loaded).__name__}: name a class")
+    loaded, label = import_class(name, setting=setting, base=object), f"{setting} = {name!r}"
     if not callable(getattr(loaded, "draw", None)):
         raise ConfigError(f"{label} has no method draw(self, count, played, state)")
     checked_function(cast(Any, loaded).draw, "self", "count", "played", "state", what=f"{label}: `draw`")
-    return cast("type[Any]", loaded)
+    return loaded
 
 
 def draw(
@@ -162,16 +166,15 @@ def draw(
     sampler = _made(name, json.dumps(dict(options), sort_keys=True), setting, size, seed)
     label = f"the sampler {name} of environment {environment!r}"
     with error_boundary(StageError, f"{label} failed"):
-        result = cast(object, sampler.draw(count, played, _state(state, name)))
-        if not isinstance(result, tuple) or len(cast("tuple[object, ...]", result)) != 2:
-            raise StageError(f"{label} returned {described(result)}: it must return (examples, next state)")
-        examples, next_state = cast("tuple[Any, Any]", result)
+        kept = read_state(state, kind="sampler", name=name)
+        examples, next_state = pair(sampler.draw(count, played, kept), "examples", label=label)
         numbers = [int(example) for example in examples]
     if len(numbers) > count:
         raise StageError(f"{label} returned {len(numbers)} examples: {count} were asked for")
     if wrong := [number for number in numbers if not 0 <= number < size]:
         raise StageError(f"{label} returned example {wrong[0]}: the environment has {size}, counted from 0")
-    return Drawn(numbers, _kept(next_state, name, label))
+    next_text = named_state(next_state, kind="sampler", name=name, label=label, limit=STATE_LIMIT_BYTES)
+    return Drawn(numbers, next_text)
 
 
 @functools.lru_cache(maxsize=32)
@@ -179,20 +182,3 @@ def _made(name: str, options: str, setting: str, size: int, seed: int) -> Sample
     """Make a sampler once per process: it may read a file."""
     with error_boundary(StageError, f"{setting} = {name!r} cannot be made with its sampler_options"):
         return load_class(name, setting=setting)(size=size, seed=seed, **json.loads(options))
-
-
-def _state(text: str | None, name: str) -> Any:
-    record: dict[str, Any] = json.loads(text) if text else {}
-    if record and record["sampler"] != name:
-        logger.warning("action=state_reset sampler=%s the state was kept by %s", name, record["sampler"])
-    return record["state"] if record.get("sampler") == name else None
-
-
-def _kept(state: object, name: str, label: str) -> str:
-    try:
-        text = json.dumps({"sampler": name, "state": state}, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise StageError(f"{label} returned a state that is not JSON-serializable: {error}") from error
-    if len(text) > STATE_LIMIT_BYTES:
-        raise StageError(f"{label} returned a state of {len(text)} bytes: the limit is {STATE_LIMIT_BYTES}")
-    return text

@@ -9,6 +9,7 @@ import difflib
 import importlib
 import inspect
 import json
+import logging
 import os
 import pkgutil
 import subprocess
@@ -18,7 +19,9 @@ from dataclasses import asdict, dataclass
 from pathlib import PurePosixPath
 from typing import Any, TypeVar, cast
 
-from headpond.errors import ConfigError, error_boundary
+from headpond.errors import ConfigError, StageError, described, error_boundary
+
+logger = logging.getLogger("headpond.declarations")
 
 T = TypeVar("T")
 Facts = dict[str, Any]
@@ -84,6 +87,49 @@ def import_attribute(name: str, *, setting: str) -> Any:
         hint = _nearest(attribute, public) or "check its spelling"
         raise ConfigError(f"{setting} = {name!r}: module {module_name} has no {attribute!r}; {hint}".rstrip())
     return value
+
+
+def import_class(name: str, *, setting: str, base: type[T]) -> type[T]:
+    """Import the class `module:attribute`, a complete subclass of `base`."""
+    kind, label = import_attribute(name, setting=setting), f"{setting} = {name!r}"
+    if not (isinstance(kind, type) and issubclass(kind, base)):
+        subclass = f"subclass of {base.__module__.removesuffix('.base')}.{base.__name__}"
+        raise ConfigError(f"{label} is not a {'class' if base is object else subclass}")
+    if missing := ", ".join(sorted(getattr(kind, "__abstractmethods__", ()))):
+        raise ConfigError(f"{label}: {kind.__name__} does not define {missing}")
+    return kind
+
+
+def read_state(text: str | None, *, kind: str, name: str, first: Any = None) -> Any:
+    """Read the state that `named_state` wrote for the same code; `first` without one."""
+    record: dict[str, Any] = json.loads(text) if text else {}
+    if record and record[kind] != name:
+        logger.warning("action=state_reset %s=%s the state was kept by %s", kind, name, record[kind])
+    return record["state"] if record.get(kind) == name else first
+
+
+def named_state(state: object, *, kind: str, name: str, label: str, limit: int) -> str:
+    """Write the state that code returned, with the name of that code, as JSON."""
+    try:
+        text = json.dumps({kind: name, "state": state}, default=_plain, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise StageError(f"{label} returned a state that is not JSON-serializable: {error}") from error
+    if len(text) > limit:
+        raise StageError(f"{label} returned a state of {len(text)} bytes: the limit is {limit}")
+    return text
+
+
+def pair(result: object, expected: str, *, label: str) -> tuple[Any, Any]:
+    """Return what code returned, if it is a pair: a result and the next state."""
+    if isinstance(result, tuple) and len(cast("tuple[object, ...]", result)) == 2:
+        return cast("tuple[Any, Any]", result)
+    raise StageError(f"{label} returned {described(result)}: it must return ({expected}, next state)")
+
+
+def _plain(value: object) -> object:
+    if hasattr(value, "item"):  # a number of NumPy
+        return cast(Any, value).item()
+    raise TypeError(f"it contains a {type(value).__name__}")
 
 
 def _module_name(path: str) -> str:

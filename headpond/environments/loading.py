@@ -4,12 +4,12 @@ import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast, get_type_hints
+from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
 from headpond.config.engine import EnvironmentCode, EnvironmentSettings
-from headpond.declarations.named_code import import_attribute, is_custom, lookup
+from headpond.declarations.named_code import import_class, is_custom, lookup
 from headpond.environments.protocol import Closes, Environment, ScoresGroups
 from headpond.errors import ConfigError, StageError, error_boundary
 
@@ -109,10 +109,8 @@ def runs_own_agent(use: str) -> bool:
 
 
 def _import_class(use: str) -> type[Any]:
-    kind = import_attribute(use if is_custom(use) else lookup(BUILT_INS | ADAPTERS, use, setting="use"), setting="use")
-    if not isinstance(kind, type):
-        raise ConfigError(f"use = {use!r} is a {type(kind).__name__}: name a class")
-    return cast("type[Any]", kind)
+    name = use if is_custom(use) else lookup(BUILT_INS | ADAPTERS, use, setting="use")
+    return import_class(name, setting="use", base=object)
 
 
 def _validated(kind: type[Any], options: Mapping[str, Any]) -> dict[str, Any]:

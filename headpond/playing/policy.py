@@ -19,7 +19,7 @@ from msgspec import structs
 
 from headpond.config.engine import RESERVED, Policy
 from headpond.engines.dialects import Dialect, Prompt
-from headpond.engines.dialects.base import AsyncRenderer, altered_sampling
+from headpond.engines.dialects.base import altered_sampling
 from headpond.engines.http.client import EngineClient, Request, Response
 from headpond.engines.http.transport import SESSION_HEADER
 from headpond.engines.replicas.selection import Replica, Replicas
@@ -47,7 +47,7 @@ from headpond.errors import (
 from headpond.fields import TrainerField
 from headpond.ids import engine_session
 from headpond.recording import Prepared, Session
-from headpond.renderers import NextTurn
+from headpond.renderers import NextTurn, PooledRenderer
 from headpond.renderers.protocol import NO_VALUES, TemplateValues, Tools, begins_with
 from headpond.replica_use import Usage
 from headpond.spans import Stopwatch
@@ -249,13 +249,11 @@ class RecordedPolicy:
         return {name: value for name, value in {**self._sampling, **overrides}.items() if value is not None}
 
     def _seeded(self, sampling: Mapping[str, Any], arrival: int, *, continuation: int = 0) -> dict[str, Any]:
-        return {**sampling, "seed": self._turn_seed(arrival, continuation)} if self._settings.seeded else dict(sampling)
-
-    def _turn_seed(self, arrival: int, continuation: int) -> int:
         """Derive the seed from the rollout and the number of the request, not from the attempt.
         A continuation must not draw the same numbers as its beginning."""
         text = f"{self._session.settings.rollout}/{arrival}{f'/{continuation}' if continuation else ''}"
-        return xxhash.xxh3_64_intdigest(text.encode(), seed=self._seed & 0xFFFF_FFFF) & 0x7FFF_FFFF
+        seed = xxhash.xxh3_64_intdigest(text.encode(), seed=self._seed & 0xFFFF_FFFF) & 0x7FFF_FFFF
+        return {**sampling, **({"seed": seed} if self._settings.seeded else {})}
 
 
 def count_use(usage: Usage, replica: Replica, previous: Replica | None, turn: Turn, seconds: float) -> None:
@@ -317,7 +315,7 @@ def _with_message(turn: Turn) -> tuple[Turn, Message | None]:
 
 
 async def prompt_of(
-    renderer: AsyncRenderer | None,
+    renderer: PooledRenderer | None,
     prepared: Prepared,
     messages: Sequence[Message],
     *,
@@ -345,7 +343,7 @@ async def prompt_of(
 
 
 async def _prompt_ids(
-    renderer: AsyncRenderer, prepared: Prepared, messages: Sequence[Message], tools: Tools, values: TemplateValues
+    renderer: PooledRenderer, prepared: Prepared, messages: Sequence[Message], tools: Tools, values: TemplateValues
 ) -> Ids:
     history_ids, answer_from = prepared.history_ids, prepared.answer_from
     turn = NextTurn(

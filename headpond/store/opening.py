@@ -7,12 +7,11 @@ too. The trainer's reader, and commands that are given a run directory, have no 
 
 import difflib
 import functools
-import importlib
 import json
 import os
 from pathlib import Path
-from typing import Any
 
+from headpond.declarations.named_code import import_class
 from headpond.errors import ConfigError
 from headpond.ids import OWNER_KEY
 from headpond.store.base import Store
@@ -90,33 +89,4 @@ def _class_of(url: str) -> type[Store]:
             hint = f"did you mean {nearest[0]!r}? " if nearest else ""
             raise ConfigError(f"store {url!r}: there is no store {name!r}; {hint}{FORMS}")
         name = BUILT_IN[name]
-    module, _, class_name = name.partition(":")
-    kind = _find(url, _import(url, module), class_name)
-    if missing := sorted(getattr(kind, "__abstractmethods__", ())):
-        raise ConfigError(f"store {url!r}: {class_name} does not implement {', '.join(missing)}")
-    return kind
-
-
-def _import(url: str, module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        advice = "install it where this process runs, or add its directory to PYTHONPATH"
-        raise ConfigError(f"store {url!r} cannot be imported: {error}; {advice}") from error
-    except Exception as error:
-        raise ConfigError(f"store {url!r} cannot be imported: {error!r}") from error
-
-
-def _find(url: str, module: Any, name: str) -> type[Store]:
-    kind = getattr(module, name, None)
-    if isinstance(kind, type) and issubclass(kind, Store):
-        return kind
-    stores = [
-        key for key, candidate in vars(module).items() if isinstance(candidate, type) and issubclass(candidate, Store)
-    ]
-    nearest = difflib.get_close_matches(
-        name, [candidate for candidate in stores if candidate != "Store"], n=1, cutoff=0.0
-    )
-    hint = f"; the nearest is {nearest[0]!r}" if nearest else ""
-    problem = "has no class" if kind is None else "has no subclass of headpond.store.Store named"
-    raise ConfigError(f"store {url!r}: module {module.__name__} {problem} {name!r}{hint}")
+    return import_class(name, setting="store", base=Store)

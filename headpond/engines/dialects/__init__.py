@@ -6,13 +6,12 @@ cannot switch that off.
 """
 
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headpond.config.engine import DIALECTS, Engine
-from headpond.declarations.named_code import Facts, checked_function, import_attribute
+from headpond.declarations.named_code import Facts, checked_function, import_class
 from headpond.engines.dialects.base import (
     ABSENT,
-    AsyncRenderer,
     ChatDialect,
     Dialect,
     Logprob,
@@ -26,9 +25,11 @@ from headpond.engines.dialects.base import (
 from headpond.engines.weights import Call, ControlCalls
 from headpond.errors import ConfigError, error_boundary
 
+if TYPE_CHECKING:
+    from headpond.renderers import PooledRenderer
+
 __all__ = [
     "ABSENT",
-    "AsyncRenderer",
     "Call",
     "ChatDialect",
     "ControlCalls",
@@ -57,7 +58,7 @@ METHODS = {
 """The methods of a dialect that Headpond calls, with their arguments. Only a ChatDialect has `required_fields`."""
 
 
-def dialect_of(settings: Engine, *, renderer: AsyncRenderer | None = None, place: str = "") -> Dialect:
+def dialect_of(settings: Engine, *, renderer: "PooledRenderer | None" = None, place: str = "") -> Dialect:
     """The dialect of `settings`. `place` is that of the setting: `RunConfig.place_of`.
 
     ConfigError if the class cannot be loaded, if it needs a renderer and has none, or cannot use
@@ -69,7 +70,7 @@ def dialect_of(settings: Engine, *, renderer: AsyncRenderer | None = None, place
         raise ConfigError(f"{place}: {error}" if place else str(error)) from error
 
 
-def _constructed(settings: Engine, renderer: AsyncRenderer | None) -> Dialect:
+def _constructed(settings: Engine, renderer: "PooledRenderer | None") -> Dialect:
     setting = f"{SETTING} = {settings.dialect!r}"
     kind = load_dialect(settings.dialect)
     if renderer is None and not kind.takes_messages:
@@ -92,12 +93,7 @@ def load_dialect(name: str) -> type[Dialect]:
     """The class that `engine.dialect` names. This imports the user's code: only processes that use
     the engine call it."""
     setting = f"{SETTING} = {name!r}"
-    kind: Any = import_attribute(DIALECTS.get(name, name), setting=SETTING)
-    if not (isinstance(kind, type) and issubclass(kind, Dialect)):
-        raise ConfigError(f"{setting} is not a subclass of headpond.engines.dialects.Dialect")
-    if inspect.isabstract(kind):
-        missing = ", ".join(sorted(kind.__abstractmethods__))
-        raise ConfigError(f"{setting}: {kind.__name__} does not define {missing}")
+    kind = import_class(DIALECTS.get(name, name), setting=SETTING, base=Dialect)
     if not str(getattr(kind, "endpoint", "")).startswith("/"):
         raise ConfigError(f"{setting}: {kind.__name__}.endpoint must be a path such as /v1/chat/completions")
     _check_values(kind, setting)

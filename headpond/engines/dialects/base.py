@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 import numpy as np
@@ -16,8 +16,11 @@ import orjson
 from headpond.config.engine import Engine
 from headpond.engines.weights import ControlCalls
 from headpond.errors import BadRequest, SessionError, StageError, Upstream, error_boundary
-from headpond.renderers.protocol import NO_VALUES, NextTurn, TemplateValues, Tools
+from headpond.renderers.protocol import NO_VALUES, TemplateValues, Tools
 from headpond.turn import Body, Ids, Logprobs, Message, Turn, VersionSpan, ids_text
+
+if TYPE_CHECKING:
+    from headpond.renderers import PooledRenderer
 
 logger = logging.getLogger("headpond.engines")
 
@@ -72,28 +75,6 @@ def warn_once(names: str) -> None:
         "action=altered_sampling fields=%s: the trainer's probabilities are of another distribution; ratios are off",
         names,
     )
-
-
-class AsyncRenderer(Protocol):
-    """Converts messages to tokens and back, for engines that take tokens. `headpond.renderers`
-    implements it."""
-
-    async def prompt_ids(self, turn: NextTurn) -> Ids:
-        """The tokens of the previous turn, unchanged, followed by those of the new messages.
-
-        If the renderer cannot extend the previous turn, these are the tokens of all messages.
-        """
-        ...
-
-    async def message(
-        self, completion_ids: Ids, *, prompt_ids: Ids, tools: Tools, values: TemplateValues = NO_VALUES
-    ) -> Message:
-        """The completion as an assistant's message."""
-        ...
-
-    async def texts(self, ids: Ids) -> list[str]:
-        """The text of each token alone, for a session's client that asks for logprobs."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +149,7 @@ class Dialect(ABC):
     control: ClassVar[ControlCalls] = ControlCalls()
     """The calls that read the version of the server's weights, and load others."""
 
-    def __init__(self, settings: Engine, *, renderer: AsyncRenderer | None = None) -> None:
+    def __init__(self, settings: Engine, *, renderer: "PooledRenderer | None" = None) -> None:
         self.settings = settings
         self.renderer = renderer
 

@@ -11,7 +11,8 @@ import msgspec
 import numpy as np
 import orjson
 
-from headpond.engines.dialects.base import AsyncRenderer, TokenChoice
+from headpond.engines.dialects.base import TokenChoice
+from headpond.renderers import PooledRenderer
 
 COMPLETION = frozenset(
     {"id", "object", "created", "model", "choices", "usage", "service_tier", "system_fingerprint"}
@@ -88,7 +89,7 @@ def fragment(value: msgspec.Raw) -> orjson.Fragment:
 
 
 async def rendered_logprobs(
-    renderer: AsyncRenderer, tokens: Sequence[TokenChoice], fields: Mapping[str, Any]
+    renderer: PooledRenderer, tokens: Sequence[TokenChoice], fields: Mapping[str, Any]
 ) -> bytes | None:
     """As OpenAI's API has them, with as many alternatives as the request's `top_logprobs`."""
     if not tokens:

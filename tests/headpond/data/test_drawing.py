@@ -89,7 +89,7 @@ def test_options_that_the_class_does_not_take_are_told() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("own_samplers:plain", "is a Hardest: name a class"),
+        ("own_samplers:plain", "is not a class"),
         ("own_samplers:Silent", r"has no method draw\(self, count, played, state\)"),
         ("own_samplers:Short", "takes"),
         ("own_samplers:Hardset", "did you mean 'Hardest'"),

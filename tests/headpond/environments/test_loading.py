@@ -127,7 +127,7 @@ def test_environments_are_named_by_the_configuration(module: str) -> None:
         ("no_such_module:A", {}, r"No module named 'no_such_module'; install it where this process runs"),
         ("broken_environments:A", {}, r"AttributeError: .*no_such_thing.*broken_environments\.py, line 3"),
         ("some_environments:Missing", {}, r"module some_environments has no 'Missing'"),
-        ("some_environments:not_a_class", {}, r"use = 'some_environments:not_a_class' is a int: name a class"),
+        ("some_environments:not_a_class", {}, r"use = 'some_environments:not_a_class' is not a class"),
         ("some_environments:Raises", {}, r"FileNotFoundError: no data set at /data \(.*some_environments\.py, line"),
         ("some_environments:Sync", {}, r"it has no `async def rollout\(self, example, policy\)`"),
         ("some_environments:Empty", {}, r"it has no examples"),
