@@ -1,7 +1,6 @@
 """Runs agents that are programs of their own. `run_program` starts one for one rollout and kills
 its process group."""
 
-import asyncio
 import contextlib
 import os
 import pwd
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from headpond.environments.protocol import AgentPolicy
 from headpond.errors import ConfigError
-from headpond.event_loop.cancellation import run_to_completion
+from headpond.event_loop.cancellation import opening
 from headpond.event_loop.offload import in_io_thread
 from headpond.processes.child_programs import LAUNCHER
 from headpond.processes.privacy import inherited_variables
@@ -93,12 +92,10 @@ async def run_program(
     user_variables = _user.variables if _user else {}
     environment = {**inherited_variables(), **user_variables, **policy.variables, **(variables or {})}
     # Each fork blocks its caller (380 ms when 16 programs started at once), so it runs in a thread.
-    starting = asyncio.create_task(in_io_thread(_start, [*launcher, *command], environment, directory))
-    try:
-        with timed("program", Path(command[0]).name):
-            return await in_io_thread(_wait, await asyncio.shield(starting))
-    finally:
-        await run_to_completion(asyncio.create_task(_kill(starting)))
+    starting = in_io_thread(_start, [*launcher, *command], environment, directory)
+    with timed("program", Path(command[0]).name):
+        async with opening(starting, _kill) as program:
+            return await in_io_thread(_wait, program)
 
 
 def _start(command: Sequence[str], environment: Mapping[str, str], directory: Path | None) -> "subprocess.Popen[bytes]":
@@ -143,11 +140,7 @@ def _read_block(descriptor: int, tail: bytearray) -> bool:
     return bool(block)
 
 
-async def _kill(starting: "asyncio.Task[subprocess.Popen[bytes]]") -> None:
-    await asyncio.wait([starting])
-    if starting.cancelled() or starting.exception():
-        return
-    program = starting.result()
+async def _kill(program: "subprocess.Popen[bytes]") -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(program.pid, signal.SIGKILL)
     await in_io_thread(program.wait)

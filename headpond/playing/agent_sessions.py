@@ -20,11 +20,12 @@ from headpond.errors import (
     UNWRITTEN,
     BlobUnwritten,
     EngineUnreachable,
+    HeadpondError,
     InfrastructureFailure,
     NothingToTrain,
     Upstream,
 )
-from headpond.event_loop.cancellation import run_to_completion
+from headpond.event_loop.cancellation import opening
 from headpond.playing.posted_scores import PostedScore
 from headpond.records.rollout import Recorded
 from headpond.spans import TimedSpan
@@ -32,6 +33,11 @@ from headpond.spans import TimedSpan
 logger = logging.getLogger("headpond.playing")
 
 
+REFUSALS: Mapping[int, type[HeadpondError]] = {
+    UNWRITTEN: BlobUnwritten,
+    Upstream.status_code: EngineUnreachable,
+    NothingToTrain.status_code: NothingToTrain,
+}
 CONNECT_S = 5.0
 CREATE_S = 30.0  # The server creates a few files: seconds if it has no free threads.
 SEAL_S = 300.0  # A rollout may have gigabytes of routed rows, on a slow disk.
@@ -67,12 +73,8 @@ class AgentSession:
                     raise InfrastructureFailure(f"the session server did not seal: {failure!r}") from failure
                 await asyncio.sleep(SEAL_PAUSE_S)
                 continue
-            if status == UNWRITTEN:
-                raise BlobUnwritten(_error(response))
-            if status == Upstream.status_code:
-                raise EngineUnreachable(_error(response))
-            if status == NothingToTrain.status_code:
-                raise NothingToTrain(_error(response))
+            if status in REFUSALS:
+                raise REFUSALS[status](_error(response))
             if status != 200:
                 raise InfrastructureFailure(f"the session server did not seal: {status}, {_error(response)}")
             answer = orjson.loads(response)
@@ -118,13 +120,9 @@ class SessionServers:
     async def session(self, request: Mapping[str, Any]) -> AsyncIterator[AgentSession]:
         """Create a session and delete it at the end, even on cancellation. Its sealed files
         remain."""
-        creating = asyncio.create_task(self._create(request))
-        try:
-            server, session = await asyncio.shield(creating)
+        async with opening(self._create(request), lambda created: created[1].delete()) as (server, session):
             with server.busy():
                 yield session
-        finally:
-            await run_to_completion(asyncio.create_task(_delete(creating)))
 
     async def _create(self, request: Mapping[str, Any]) -> tuple[Replica, AgentSession]:
         errors: list[str] = []
@@ -154,12 +152,6 @@ class SessionServers:
         raise EngineUnreachable(
             f"no session server accepts a session ({'; '.join(errors)}): are they running, is sessions.urls right?"
         )
-
-
-async def _delete(creating: "asyncio.Task[tuple[Replica, AgentSession]]") -> None:
-    await asyncio.wait([creating])
-    if not creating.cancelled() and not creating.exception():
-        await creating.result()[1].delete()
 
 
 def _error(body: bytes) -> str:

@@ -27,10 +27,6 @@ class PostedScore(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_on
     def rewarded(self) -> bool:
         return self.reward is not None or bool(self.rewards)
 
-    def check(self) -> None:
-        """Raise StageError if this is not a valid score."""
-        _ = self.score
-
     @property
     def score(self) -> Score:
         """The posted score, checked. Raises StageError if it is not valid."""
@@ -64,7 +60,7 @@ def read_posted(body: bytes, posted_earlier: PostedScore) -> PostedScore:
     """Decode the body of a request and merge it into the earlier posts. Raise BadRequest."""
     try:
         posted = posted_earlier.updated(POSTED.decode(body or b"{}"))
-        posted.check()
+        _ = posted.score  # checked
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"the score cannot be read: {error}") from None
     except StageError as error:

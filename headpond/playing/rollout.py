@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import inspect
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import orjson
@@ -33,7 +33,7 @@ from headpond.errors import (
     in_own_task,
     shortened,
 )
-from headpond.event_loop.cancellation import run_to_completion
+from headpond.event_loop.cancellation import opening, run_to_completion
 from headpond.event_loop.offload import in_file_thread, in_io_thread
 from headpond.fields import FieldValues, TrainerField
 from headpond.playing.agent_sessions import SessionServers
@@ -213,8 +213,7 @@ async def score_group(
     return await in_own_task(StageError, label, score)
 
 
-@contextlib.asynccontextmanager
-async def _recording(stage: RolloutStage, attempt: Attempt) -> AsyncIterator[Session]:
+def _recording(stage: RolloutStage, attempt: Attempt) -> contextlib.AbstractAsyncContextManager[Session]:
     """Open a session for one rollout, and close it if the rollout fails."""
     engine = stage.client.settings
     settings = SessionSettings(
@@ -230,20 +229,14 @@ async def _recording(stage: RolloutStage, attempt: Attempt) -> AsyncIterator[Ses
         max_samples=stage.settings.max_samples,
         logprobs_mode=engine.logprobs_mode,
     )
-    starting = asyncio.create_task(Session.start(stage.store, settings, route_format=engine.route_format))
-    try:
-        yield await asyncio.shield(starting)
-    except BaseException:
-        await run_to_completion(asyncio.create_task(_close(starting)))
-        raise
+    return opening(Session.start(stage.store, settings, route_format=engine.route_format), _close)
 
 
-async def _close(starting: asyncio.Task[Session]) -> None:
-    await asyncio.wait([starting])
-    if not starting.cancelled() and not starting.exception():
-        # The session is closed already, or `_sweep` removes its files.
-        with contextlib.suppress(NotFound, OSError, BlobError):
-            await starting.result().close()
+async def _close(session: Session) -> None:
+    # The session may be closed already, and `_sweep` removes the files of a failed rollout.
+    with contextlib.suppress(NotFound, OSError, BlobError):
+        if not session.sealed:
+            await session.close()
 
 
 async def _sweep(store: Store, key: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from headpond.environments.protocol import AgentPolicy, Score
 from headpond.environments.verifiers.verifiers_process import VerifiersProcess
-from headpond.environments.verifiers.wire import EpisodeResult, Outcome, Settings
+from headpond.environments.verifiers.wire import Outcome, Settings
 from headpond.errors import ConfigError, EngineUnreachable, InfrastructureFailure, PolicyFailure, StageError
 from headpond.event_loop.offload import in_io_thread
 
@@ -49,15 +49,14 @@ class Verifiers:
         result = await process.play(example, policy)
         if result.outcome is not Outcome.SCORED:
             raise FAILURES.get(result.outcome, StageError)(result.reason)
-        return Score(reward=result.reward, rewards=result.rewards, metrics=self._selected_metrics(result))
+        selected = result.metrics if self._metrics is None else self._metrics
+        metrics = {name: value for name, value in result.metrics.items() if name in selected}
+        return Score(reward=result.reward, rewards=result.rewards, metrics=metrics)
 
     async def close(self) -> None:
         if self._restarting is not None:
             await asyncio.wait([self._restarting])
         await self._process.close()
-
-    def _selected_metrics(self, result: EpisodeResult) -> dict[str, float]:
-        return {name: value for name, value in result.metrics.items() if self._metrics is None or name in self._metrics}
 
     async def _running_process(self) -> VerifiersProcess:
         """Return the process. A dead one is replaced once for all waiting rollouts."""

@@ -109,7 +109,7 @@ class VerifiersProcess:
             return await asyncio.shield(pending)
         except asyncio.CancelledError:
             writer.write(encode_line(CancelRequest(number=number)))
-            await run_to_completion(asyncio.create_task(_wait_cancelled(pending)))
+            await run_to_completion(asyncio.create_task(asyncio.wait([pending], timeout=CANCEL_TIMEOUT_S)))
             raise
         finally:
             del self._pending[number]
@@ -193,10 +193,6 @@ class VerifiersProcess:
             pending = self._pending.get(message.number)
             if pending is not None and not pending.done():
                 pending.set_result(message)
-
-
-async def _wait_cancelled(pending: "asyncio.Future[EpisodeResult]") -> None:
-    await asyncio.wait([pending], timeout=CANCEL_TIMEOUT_S)
 
 
 def _process_failure(number: int, reason: str) -> EpisodeResult:
