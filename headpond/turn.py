@@ -283,10 +283,6 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """The policy versions of all completion tokens, in order, if the response states them."""
 
     @property
-    def hit_max_tokens(self) -> bool:
-        return self.finish_reason == HIT_MAX_TOKENS
-
-    @property
     def prompt_tokens(self) -> int:
         return self.prefix_tokens + len(self.prompt_ids)
 

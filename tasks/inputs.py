@@ -40,24 +40,16 @@ def write(store: Store, key: str, inputs: Content) -> None:
 
 
 def read(store: Store, key: str, kind: type[Model]) -> Model:
-    content = _read(store, key)
-    try:
-        if issubclass(kind, BaseModel):
-            return kind.model_validate_json(content)
-        return json_records.loads(kind, content)
-    except ValidationError as error:
-        raise BlobCorrupt(f"job input {key} is not a {kind.__name__}: {error.error_count()} errors") from error
-    except ValueError as error:
-        raise BlobCorrupt(f"job input {key} is not a {kind.__name__}: {error}") from error
-
-
-def _read(store: Store, key: str) -> bytes:
     folder, _, name = key.partition("/")
     if folder != FOLDER or "/" in name or not KEY.fullmatch(key):
         raise BlobMissing(f"{key!r} is not the key of a job input: it must be a file in {FOLDER}/")
     try:
-        return store.read(key)
+        content = store.read(key)
+        return kind.model_validate_json(content) if issubclass(kind, BaseModel) else json_records.loads(kind, content)
     except BlobMissing as error:
         raise BlobMissing(
             f"job input {key} is not in {store}: set the same `store` for worker and orchestrator"
         ) from error
+    except ValueError as error:  # a ValidationError's text shows the content
+        problem = f"{error.error_count()} errors" if isinstance(error, ValidationError) else str(error)
+        raise BlobCorrupt(f"job input {key} is not a {kind.__name__}: {problem}") from error

@@ -44,7 +44,8 @@ def encode_rank(
     else:
         file, loss_tokens = prime_rl.write_rank(assembly, data_rank, f"{stem}.bin")
     writes_jsonl = rollouts_jsonl and data_rank == 0
-    jsonl = write_rollouts(store, plan, f"{plan.directory}/rollouts.{execution}.jsonl") if writes_jsonl else None
+    lines = (line for rollout in plan.rollouts for line in _line(store, plan, rollout))
+    jsonl = store.put(f"{plan.directory}/rollouts.{execution}.jsonl", lines) if writes_jsonl else None
     # The process that wrote them syncs them: on a network file system no other process can.
     store.sync([ref.key for ref in (file, jsonl) if ref])
     return EncodedRank(
@@ -144,10 +145,6 @@ class _ColumnFile(UnfinishedFile):
     def _write(self, content: Array, offset: int) -> None:
         with writing(self.path):
             write_at(self._file.fileno(), [content.view(np.uint8).data], offset)
-
-
-def write_rollouts(store: Store, plan: BatchPlan, key: str) -> BlobRef:
-    return store.put(key, (line for rollout in plan.rollouts for line in _line(store, plan, rollout)))
 
 
 def _line(store: Store, plan: BatchPlan, rollout: BatchRollout) -> Iterator[bytes]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import cast
 
-import numpy as np
 import xxhash
 
 from headpond.errors import BadRequest
@@ -105,19 +104,6 @@ class Prepared:
     def open_samples(self) -> list[OpenSample]:
         """The open samples, as `read_turn` takes them."""
         return list(self.open_turns.values())
-
-    @classmethod
-    def unrecorded(cls, messages: DigestedMessages, route_format: RouteFormat) -> "Prepared":
-        """A request that is not part of the conversation."""
-        return cls(
-            request=ConversationRequest(parent=START, appended=messages.messages, forms=messages.forms),
-            arrival=NO_ARRIVAL,
-            history_ids=np.empty(0, np.int32),
-            answer_from=0,
-            routes_from=0,
-            open_turns={},
-            route_format=route_format,
-        )
 
 
 def digest_messages(messages: object, echo: Echo = Echo.RECOGNISED) -> DigestedMessages:

@@ -4,32 +4,19 @@ The trainer's fields come from the rollout's score, or from its turns.
 """
 
 import difflib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from itertools import islice
 
 import numpy as np
 
 from headpond.errors import StageError
-from headpond.fields import Array, FieldValues, TrainerField
+from headpond.fields import NO_FIELDS, Array, FieldValues, TrainerField
 from headpond.recording.sample_tree import Offsets, SampleTree
 from headpond.records.rollout import AGENTS_LIMIT, Recorded
 from headpond.spans import TimedSpan
 from headpond.store import BlobRef
 from headpond.store.columns import Columns, TurnTable
 from headpond.turn import HIT_MAX_TOKENS, Ids, Mask
-
-
-@dataclass(frozen=True, kw_only=True)
-class FieldColumns:
-    """The trainer's fields of a rollout."""
-
-    by_token: Mapping[str, Array] = field(default_factory=dict[str, Array])
-    by_sample: Mapping[str, Array] = field(default_factory=dict[str, Array])
-    turn_rewards: Array | None = None
-
-
-NO_COLUMNS = FieldColumns()
 
 
 def columns_of(
@@ -39,7 +26,7 @@ def columns_of(
     attempt: int,
     logprobs_mode: str,
     error: str = "",
-    fields: FieldColumns = NO_COLUMNS,
+    fields: FieldValues = NO_FIELDS,
     conversation: bytes = b"",
     spans: Sequence[TimedSpan] = (),
 ) -> Columns:
@@ -65,7 +52,8 @@ def columns_of(
                 loss_mask[offset + turn.start : offset + turn.end] = mask
     support_ids, support_offsets = _support(tree, offsets)
     turns_by_sample = [[tree.turns[number] for number in sample.turns] for sample in tree.samples]
-    turns = _turn_table(tree, offsets, fields.turn_rewards)
+    turns = _turn_table(tree, offsets, _turn_rewards(tree, fields))
+    token_fields, sample_fields = field_columns(tree, fields)
     return Columns(
         rollout=rollout,
         attempt=attempt,
@@ -84,8 +72,8 @@ def columns_of(
         **_span_columns(tree, offsets),
         metrics=tree.metrics(),
         spans=[list(span) for span in spans],
-        token_fields=fields.by_token,
-        sample_fields=fields.by_sample,
+        token_fields=token_fields,
+        sample_fields=sample_fields,
         conversation=np.frombuffer(conversation, np.uint8),
         support_ids=support_ids,
         support_offsets=support_offsets,
@@ -152,8 +140,8 @@ def _span_columns(tree: SampleTree, offsets: Offsets) -> dict[str, Array]:
     }
 
 
-def field_columns(samples: SampleTree, values: FieldValues) -> FieldColumns:
-    """Convert the trainer's fields. A field without any value has no column: the batch has its
+def field_columns(samples: SampleTree, values: FieldValues) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Convert the trainer's fields, by token and by sample. A field without any value has no column: the batch has its
     default there.
 
     StageError for a value that is wrong, missing, or of a field that is not declared.
@@ -167,7 +155,7 @@ def field_columns(samples: SampleTree, values: FieldValues) -> FieldColumns:
             column = _from_turns(declared, samples, values)
         if column is not None:
             (by_token if declared.per == "token" else by_sample)[declared.name] = column
-    return FieldColumns(by_token=by_token, by_sample=by_sample, turn_rewards=_turn_rewards(samples, values))
+    return by_token, by_sample
 
 
 def _turn_rewards(samples: SampleTree, values: FieldValues) -> Array | None:

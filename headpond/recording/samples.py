@@ -124,7 +124,11 @@ class Samples:
 
     def open_samples(self) -> dict[int, OpenSample]:
         """Turns that no other turn extends, in the order of `read_turn`'s argument."""
-        return {turn: _open_sample(sequence) for turn, sequence in self._open.items()}
+        # An open sample needs its last token's row: the response that sampled the token normally has none.
+        return {
+            turn: OpenSample(sequence=sequence, rows_from=max(0, sequence.tokens - 1))
+            for turn, sequence in self._open.items()
+        }
 
     def place(
         self, turn: Turn, metadata: TurnMetadata, *, arrival: int, read_with: Mapping[int, OpenSample]
@@ -172,7 +176,9 @@ class Samples:
         """Add a turn. `sequence` is the fingerprint of prompt and completion, if it is already
         computed."""
         index = len(self.turns)
-        sequence = sequence or self._sequence_after(delta)
+        if sequence is None:
+            base = self._open.get(delta.base) or Fingerprint.of(self.ids(delta.base))
+            sequence = base.extended(delta.prompt_ids, delta.completion_ids)
         self.turns.append(delta)
         self.digests.append(sequence.ids_digest)
         self.nbytes += delta.nbytes
@@ -250,10 +256,6 @@ class Samples:
         ties = [other for tokens, other in same if tokens == longest]
         return min(ties, key=lambda other: (other in self._extended, self.turns[other].arrival))
 
-    def _sequence_after(self, delta: TurnDelta) -> Fingerprint:
-        base_sequence = self._open.get(delta.base) or Fingerprint.of(self.ids(delta.base))
-        return base_sequence.extended(delta.prompt_ids, delta.completion_ids)
-
     def _extend_with_later(self, index: int) -> bool:
         """Rebase turns of later requests, committed before, whose prompts begin with the sequence
         of this one.
@@ -271,12 +273,6 @@ class Samples:
                 self._extended.add(index)
                 extended = True
         return extended
-
-
-def _open_sample(sequence: Fingerprint) -> OpenSample:
-    """An open sample that needs its last token's row: the response that sampled the token normally
-    has none."""
-    return OpenSample(sequence=sequence, rows_from=max(0, sequence.tokens - 1))
 
 
 def _versions(turn: Turn, metadata: TurnMetadata) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from headpond.event_loop.offload import in_file_thread
 from headpond.fields import NO_FIELDS, FieldValues
 from headpond.recording.arrivals import BUSY, Arrivals, Claim, RecordedRequests, UnseenTurns
 from headpond.recording.conversation import (
+    NO_ARRIVAL,
     START,
-    Checkpoint,
     Conversation,
     ConversationRequest,
     DigestedMessages,
@@ -39,7 +39,7 @@ from headpond.recording.turn_log import LogEntry
 from headpond.records.rollout import Recorded
 from headpond.spans import TimedSpan
 from headpond.store import Store
-from headpond.turn import ANY_FORMAT, Ids, Message, RouteFormat, Rows, SaidVersion, Turn, TurnMetadata
+from headpond.turn import ANY_FORMAT, Ids, Message, RouteFormat, SaidVersion, Turn, TurnMetadata
 
 logger = logging.getLogger(__name__)
 
@@ -263,7 +263,15 @@ class Session:
 
     def unrecorded(self, messages: DigestedMessages) -> Prepared:
         """A request outside the conversation. It gets no number and is not committed."""
-        return Prepared.unrecorded(messages, self._route_format)
+        return Prepared(
+            request=ConversationRequest(parent=START, appended=messages.messages, forms=messages.forms),
+            arrival=NO_ARRIVAL,
+            history_ids=np.empty(0, np.int32),
+            answer_from=0,
+            routes_from=0,
+            open_turns={},
+            route_format=self._route_format,
+        )
 
     @property
     def chats_left_out(self) -> int:
@@ -337,7 +345,27 @@ class Session:
         async with self._commits:
             if self._state is not State.OPEN:
                 return False
-            entry, rows, checkpoint = self._entry(claim, prepared, turn, metadata, record, seen=seen, key=key)
+            # The entry is matched with the turns that were committed since it was prepared.
+            answer: Message = {"role": "assistant", **orjson.loads(turn.message)} if turn.message else {}
+            request = prepared.request
+            checkpoint = self._conversation.checkpoint_after(
+                request, answer, arrival=prepared.arrival, agent=metadata.agent
+            )
+            delta, rows = self._samples.place(turn, metadata, arrival=prepared.arrival, read_with=prepared.open_turns)
+            entry = LogEntry(
+                delta=delta,
+                parent=checkpoint.parent,
+                appended=orjson.dumps(request.appended),
+                answer=orjson.dumps(answer),
+                record=record,
+                echo=request.echo if request.echo != request.parent.answer else b"",
+                repaired=tuple(sorted({turn for _, turn in request.repairs} - self._samples.repaired)),
+                seen=seen,
+                seen_before=tuple(self._unseen.unsaved),
+                request=claim.request,
+                key=key,
+                beside=self._arrivals.earlier(prepared.arrival),
+            )
             await in_file_thread(self._spool.write, entry, rows)
             if self._is_closed():
                 return False
@@ -352,41 +380,6 @@ class Session:
             if turn.routes:
                 self._route_format = turn.routes.format
             return True
-
-    def _entry(
-        self,
-        claim: Claim,
-        prepared: Prepared,
-        turn: Turn,
-        metadata: TurnMetadata,
-        record: bytes,
-        *,
-        seen: bool,
-        key: str,
-    ) -> tuple[LogEntry, list[Rows], Checkpoint]:
-        """The log entry of a turn, matched with the turns that were committed since it was prepared."""
-        answer: Message = {"role": "assistant", **orjson.loads(turn.message)} if turn.message else {}
-        request = prepared.request
-        checkpoint = self._conversation.checkpoint_after(
-            request, answer, arrival=prepared.arrival, agent=metadata.agent
-        )
-        delta, rows = self._samples.place(turn, metadata, arrival=prepared.arrival, read_with=prepared.open_turns)
-        repaired = {turn for _, turn in request.repairs} - self._samples.repaired
-        entry = LogEntry(
-            delta=delta,
-            parent=checkpoint.parent,
-            appended=orjson.dumps(request.appended),
-            answer=orjson.dumps(answer),
-            record=record,
-            echo=request.echo if request.echo != request.parent.answer else b"",
-            repaired=tuple(sorted(repaired)),
-            seen=seen,
-            seen_before=tuple(self._unseen.unsaved),
-            request=claim.request,
-            key=key,
-            beside=self._arrivals.earlier(prepared.arrival),
-        )
-        return entry, rows, checkpoint
 
     async def _save_seen(self) -> None:
         async with self._commits:

@@ -21,9 +21,11 @@ from headpond.fields import FieldValues
 from headpond.ids import COLUMNS_FILE, EXPERTS_FILE
 from headpond.recording.conversation import Mode
 from headpond.recording.echoes import Echo
-from headpond.recording.sample_columns import columns_of, field_columns, routed_valid_of
+from headpond.recording.sample_columns import columns_of, routed_valid_of
 from headpond.recording.sample_tree import SampleTree
 from headpond.recording.turn_log import (
+    LEFT_OUT_KEY,
+    SEEN_KEY,
     Bytes,
     LogEntry,
     RowsState,
@@ -31,9 +33,7 @@ from headpond.recording.turn_log import (
     entry_frame,
     frame,
     frames,
-    left_out_frame,
     read_log,
-    seen_frame,
 )
 from headpond.spans import TimedSpan
 from headpond.store import BlobRef, Store
@@ -152,12 +152,12 @@ class Spool:
     def write_left_out(self, record: bytes) -> None:
         """Write the record of a chat outside the recording."""
         begin = self._log.length
-        self._log.append(*left_out_frame(record))
+        self._log.append(*frame({LEFT_OUT_KEY: True}, {"record": np.frombuffer(record, np.uint8)}))
         self._left_out.append(begin)
 
     def write_seen(self, turns: Sequence[int]) -> None:
         """Note that the answers of these turns were seen."""
-        self._log.append(*seen_frame(turns))
+        self._log.append(*frame({SEEN_KEY: turns}, {}))
 
     def seal(
         self,
@@ -177,7 +177,7 @@ class Spool:
             attempt=settings.attempt,
             logprobs_mode=settings.logprobs_mode,
             error=error,
-            fields=field_columns(samples, fields),
+            fields=fields,
             conversation=self._conversation(paths),
             spans=spans,
         )

@@ -6,7 +6,7 @@ recording. Reading stops at the first incomplete frame.
 """
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from dataclasses import fields as dataclass_fields
 from typing import Any
@@ -109,14 +109,6 @@ def entry_frame(entry: LogEntry, rows: RowsState | None) -> list[Piece]:
     more |= {name: getattr(entry, name).hex() for name in ("echo", "request")} | {"unseen": not entry.seen}
     present = {name: value for name, value in more.items() if value}
     return frame({DELTA_KEY: fields, "parent": entry.parent, "rows": rows, **present}, arrays)
-
-
-def seen_frame(turns: Sequence[int]) -> list[Piece]:
-    return frame({SEEN_KEY: turns}, {})
-
-
-def left_out_frame(record: bytes) -> list[Piece]:
-    return frame({LEFT_OUT_KEY: True}, {"record": np.frombuffer(record, np.uint8)})
 
 
 def read_log(bodies: Iterable[tuple[tensors.Tensors, int]], *, begin: int) -> TurnLog:

@@ -120,15 +120,18 @@ class RendererPool:
 class PooledRenderer:
     """A renderer, used through its pool."""
 
-    def __init__(self, build: Callable[[], Renderer], *, max_renderers: int | None = None) -> None:
+    def __init__(self, build: Callable[[], Renderer], *, name: str = "", max_renderers: int | None = None) -> None:
+        """`name` is for the log."""
         self._build = build
+        self._name = name
         self._max_renderers = max_renderers
         self._building: asyncio.Task[RendererPool] | None = None
 
     @classmethod
     def of(cls, settings: "RendererSettings", model: str) -> "PooledRenderer":
         """The renderer of `policy.renderer`, for an engine that serves `model`."""
-        return cls(functools.partial(build, settings, model))
+        name = f"backend={settings.backend} model={settings.model or model}"
+        return cls(functools.partial(build, settings, model), name=name)
 
     async def pool(self) -> RendererPool:
         """Return the pool. The first caller builds it."""
@@ -140,7 +143,7 @@ class PooledRenderer:
     async def _build_pool(self) -> RendererPool:
         started = time.monotonic()
         first, build_s = await in_io_thread(self._build), time.monotonic() - started
-        logger.info("action=renderer_built s=%.3f", build_s)
+        logger.info("action=renderer_built %s s=%.3f", self._name, build_s)
         return RendererPool(first, self._build, build_s=build_s, max_renderers=self._max_renderers)
 
     def _forget_failure(self, building: "asyncio.Task[RendererPool]") -> None:
@@ -157,11 +160,10 @@ class PooledRenderer:
     async def message(
         self, completion_ids: Ids, *, prompt_ids: Ids, tools: Tools, values: TemplateValues = NO_VALUES
     ) -> dict[str, Any]:
-        def parse(renderer: Renderer) -> dict[str, Any]:
-            return renderer.message(completion_ids, prompt_ids=prompt_ids, tools=tools, values=values)
-
         pool = await self.pool()
-        return await pool.decode(parse)
+        return await pool.decode(
+            lambda renderer: renderer.message(completion_ids, prompt_ids=prompt_ids, tools=tools, values=values)
+        )
 
     async def texts(self, ids: Ids) -> list[str]:
         pool = await self.pool()

@@ -170,7 +170,7 @@ class Store(ABC):
         The default tries the six methods on a key of its own. BlobError names the method that fails
         or breaks the protocol.
         """
-        _Probe(self).run()
+        _probe(self)
 
     def tidy(self, under: str) -> None:  # noqa: B027  most stores leave nothing
         """Remove the leftovers of killed `write` and `create` calls. Only the run's orchestrator
@@ -253,62 +253,43 @@ class Store(ABC):
             file.write(self.read(key, start, min(size, start + BYTES_PER_READ)))
 
 
-class _Probe:
-    """Calls each of the six methods as Headpond does, on keys that no run uses."""
+def _probe(store: Store) -> None:
+    """Call each of the six methods as Headpond does, on keys that no run uses."""
+    folder = f"probe/{secrets.token_hex(8)}"
+    key, none, first, second = f"{folder}/blob", f"{folder}/none", b"the first", b"the second one"
+    cases: list[tuple[str, str, Callable[[], object], object]] = [
+        ("size", "of a missing key", lambda: store.size(key), None),
+        ("create", "of a missing key", lambda: store.create(key, first), True),
+        ("create", "of a key that is there", lambda: store.create(key, second), False),
+        ("read", "after create", lambda: store.read(key), first),
+        ("read", "of bytes 2 to 5", lambda: store.read(key, 2, 5), first[2:5]),
+        ("read", "from byte 2", lambda: store.read(key, 2), first[2:]),
+        ("write", "of a key that is there", lambda: store.write(key, memoryview(second)), ...),
+        ("read", "after write", lambda: store.read(key), second),
+        ("size", f"of {len(second)} bytes", lambda: store.size(key), len(second)),
+        ("keys", f"under {folder!r}", lambda: list(store.keys(folder)), [key]),
+        ("keys", f"under {key[:-1]!r}, which no slash follows", lambda: list(store.keys(key[:-1])), []),
+        ("delete", "of a key that is there", lambda: store.delete(key), ...),
+        ("delete", "of a missing key", lambda: store.delete(none), ...),
+        ("read", "of a missing key", lambda: store.read(none), BlobMissing),
+    ]
+    try:
+        for method, case, call, expected in cases:
+            _check_call(f"{type(store).__name__}.{method} {case}", call, expected)
+    finally:
+        with contextlib.suppress(Exception):  # the error above names the method that failed
+            store.delete(key)
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._folder = f"probe/{secrets.token_hex(8)}"
-        self._key, self._none = f"{self._folder}/blob", f"{self._folder}/none"
 
-    def run(self) -> None:
-        try:
-            self._check_writing()
-            self._check_listing()
-            self._check_deleting()
-        finally:
-            with contextlib.suppress(Exception):  # the error above names the method that failed
-                self._store.delete(self._key)
-
-    def _check_writing(self) -> None:
-        store, key, first, second = self._store, self._key, b"the first", b"the second one"
-        self._expect(None, "size", "of a missing key", lambda: store.size(key))
-        self._expect(True, "create", "of a missing key", lambda: store.create(key, first))
-        self._expect(False, "create", "of a key that is there", lambda: store.create(key, second))
-        self._expect(first, "read", "after create", lambda: store.read(key))
-        self._expect(first[2:5], "read", "of bytes 2 to 5", lambda: store.read(key, 2, 5))
-        self._expect(first[2:], "read", "from byte 2", lambda: store.read(key, 2))
-        self._call("write", "of a key that is there", lambda: store.write(key, memoryview(second)))
-        self._expect(second, "read", "after write", lambda: store.read(key))
-        self._expect(len(second), "size", f"of {len(second)} bytes", lambda: store.size(key))
-
-    def _check_listing(self) -> None:
-        shortened = self._key[:-1]
-        self._expect([self._key], "keys", f"under {self._folder!r}", lambda: list(self._store.keys(self._folder)))
-        self._expect(
-            [], "keys", f"under {shortened!r}, which no slash follows", lambda: list(self._store.keys(shortened))
-        )
-
-    def _check_deleting(self) -> None:
-        self._call("delete", "of a key that is there", lambda: self._store.delete(self._key))
-        self._call("delete", "of a missing key", lambda: self._store.delete(self._none))
-        try:
-            content = self._call("read", "of a missing key", lambda: self._store.read(self._none))
-        except BlobMissing:
+def _check_call(label: str, call: Callable[[], object], expected: object) -> None:
+    """`expected`: the result, the error, or any result (...)."""
+    try:
+        result = call()
+    except Exception as error:
+        if expected is BlobMissing and isinstance(error, BlobMissing):
             return
-        raise BlobError(f"{self._named('read')} of a missing key returned {content!r}: it must raise BlobMissing")
-
-    def _expect(self, expected: object, method: str, case: str, call: Callable[[], object]) -> None:
-        result = self._call(method, case, call)
-        if type(result) is not type(expected) or result != expected:
-            raise BlobError(f"{self._named(method)} {case} returned {result!r}: it must return {expected!r}")
-
-    def _call(self, method: str, case: str, call: Callable[[], object]) -> object:
-        try:
-            return call()
-        except Exception as error:
-            kind = BlobMissing if isinstance(error, BlobMissing) else BlobError
-            raise kind(f"{self._named(method)} {case} raised {text_of(error)} ({raised_at(error)})") from error
-
-    def _named(self, method: str) -> str:
-        return f"{type(self._store).__name__}.{method}"
+        raise BlobError(f"{label} raised {text_of(error)} ({raised_at(error)})") from error
+    if expected is BlobMissing:
+        raise BlobError(f"{label} returned {result!r}: it must raise BlobMissing")
+    if expected is not ... and (type(result) is not type(expected) or result != expected):
+        raise BlobError(f"{label} returned {result!r}: it must return {expected!r}")

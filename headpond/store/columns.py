@@ -168,7 +168,9 @@ class Columns:
 
 
 def write_columns(store: Store, key: str, columns: Columns) -> BlobRef:
-    values = {name: json.dumps(value, allow_nan=False) for name, value in _metadata(columns).items()}
+    names = ("rollout", "attempt", "logprobs_mode", "error", "metrics", "spans")
+    metadata = {**{name: getattr(columns, name) for name in names}, "words": columns.turns.words}
+    values = {name: json.dumps(value, allow_nan=False) for name, value in metadata.items()}
     return tensors.write(store, key, _arrays(columns), {"format": FORMAT, **values})
 
 
@@ -203,8 +205,3 @@ def _arrays(columns: Columns) -> dict[str, Array]:
     arrays |= {TOKEN_FIELD + name: array for name, array in columns.token_fields.items()}
     arrays |= {SAMPLE_FIELD + name: array for name, array in columns.sample_fields.items()}
     return {name: array for name, array in arrays.items() if isinstance(array, np.ndarray)}
-
-
-def _metadata(columns: Columns) -> dict[str, Any]:
-    names = ("rollout", "attempt", "logprobs_mode", "error", "metrics", "spans")
-    return {**{name: getattr(columns, name) for name in names}, "words": columns.turns.words}

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from headpond.engines.dialects.base import NEUTRAL, Prompt
 from headpond.errors import Upstream
-from headpond.turn import Ids, OpenSample, Routes, SamplingMask, Turn, VersionSpan
+from headpond.turn import Ids, OpenSample, Routes, Turn, VersionSpan
 
 MAX_CONTINUATIONS = 8
 """Limit for one completion. An engine that aborts more often spends its time on prefills: it should
@@ -103,7 +103,9 @@ def joined(first: Turn, continuation: Turn) -> Turn:
         unknown_logprobs=first.unknown_logprobs + continuation.unknown_logprobs,
         routes=_joined_routes(first.routes, continuation.routes),
         routes_span=None,
-        sampling_mask=_joined_sampling_masks(first, continuation),
+        sampling_mask=first.sampling_mask.followed_by(continuation.sampling_mask)
+        if first.sampling_mask and continuation.sampling_mask
+        else None,
         version_spans=_joined_spans(first, continuation),
         message=None,
         overlong_prompt=first.overlong_prompt,
@@ -130,12 +132,6 @@ def _joined_spans(first: Turn, continuation: Turn) -> tuple[VersionSpan, ...]:
         return ()
     shifted = [replace(span, start=span.start + done, end=span.end + done) for span in continuation.version_spans]
     return (*first.version_spans, *shifted)
-
-
-def _joined_sampling_masks(first: Turn, continuation: Turn) -> SamplingMask | None:
-    if first.sampling_mask is None or continuation.sampling_mask is None:
-        return None
-    return first.sampling_mask.followed_by(continuation.sampling_mask)
 
 
 def _joined_routes(first: Routes | None, continuation: Routes | None) -> Routes | None:

@@ -216,17 +216,14 @@ def _expects_routes(wanted_rows: Wanted, dialect: Dialect) -> bool:
 
 
 def _sampling_mask(response: ResponseFields, request: RequestInfo, ids: Ids, kept_tokens: int) -> SamplingMask | None:
-    if not request.dialect.settings.sampling_masks:
-        return None
-    return _read_sampling_mask(response.sampling_mask, ids).first(kept_tokens)
-
-
-def _read_sampling_mask(raw: msgspec.Raw, completion_ids: Ids) -> SamplingMask:
     """The tokens that each completion token was drawn from (top-k, top-p, min-p).
 
     `Upstream` unless every token has a set that contains it.
     """
-    if raw == ABSENT and not len(completion_ids):
+    raw = response.sampling_mask
+    if not request.dialect.settings.sampling_masks:
+        return None
+    if raw == ABSENT and not len(ids):
         return SamplingMask.empty()
     if raw == ABSENT:
         raise Upstream(
@@ -234,14 +231,14 @@ def _read_sampling_mask(raw: msgspec.Raw, completion_ids: Ids) -> SamplingMask:
             "--return-sampling-mask, upgrade SGLang, or remove the setting"
         )
     sets = read_part(raw, MASKS, "the sampling mask")
-    if len(sets) != len(completion_ids):
-        raise Upstream(f"the engine's response has {len(sets)} sampling masks for {len(completion_ids)} tokens")
+    if len(sets) != len(ids):
+        raise Upstream(f"the engine's response has {len(sets)} sampling masks for {len(ids)} tokens")
     lengths = np.fromiter(map(len, sets), np.int32, len(sets))
-    ids = np.fromiter(chain.from_iterable(sets), np.int32, int(lengths.sum()))
-    sets_with_token = np.repeat(np.arange(len(sets)), lengths)[ids == np.repeat(completion_ids, lengths)]
+    drawn_from = np.fromiter(chain.from_iterable(sets), np.int32, int(lengths.sum()))
+    sets_with_token = np.repeat(np.arange(len(sets)), lengths)[drawn_from == np.repeat(ids, lengths)]
     if len(np.unique(sets_with_token)) != len(sets):
         raise Upstream("the engine's response has a sampling mask without the token that was sampled")
-    return SamplingMask(ids=ids, lengths=lengths)
+    return SamplingMask(ids=drawn_from, lengths=lengths).first(kept_tokens)
 
 
 def _response(text: bytes, request: RequestInfo) -> ResponseFields:

@@ -24,7 +24,7 @@ from headpond.engines.dialects import Prompt, load_dialect
 from headpond.engines.responses import response
 from headpond.engines.responses.response import RequestInfo, read_turn
 from headpond.errors import Aborted, Upstream
-from headpond.turn import Fingerprint, OpenSample, RouteFormat, Turn
+from headpond.turn import HIT_MAX_TOKENS, Fingerprint, OpenSample, RouteFormat, Turn
 
 ROWS = np.arange(1, 1 + 5 * 6, dtype=np.uint8).reshape(5, 3, 2)
 """One per token but the last, of 3 layers and 2 experts."""
@@ -55,7 +55,7 @@ def test_an_answer_is_read(dialect: str, answer: Callable[..., Json]) -> None:
     assert turn.completion_logprobs.tolist() == LOGPROBS
     assert turn.routes is not None
     assert np.array_equal(turn.routes.rows, ROWS)
-    assert (turn.aborted, turn.hit_max_tokens, turn.completion_mask) == (False, False, None)
+    assert (turn.aborted, turn.finish_reason == HIT_MAX_TOKENS, turn.completion_mask) == (False, False, None)
 
 
 @every_server
@@ -118,7 +118,7 @@ def test_generate_of_0_32_has_its_logprobs_behind_the_routed_experts() -> None:
 def test_a_thought_that_is_cut_off_has_no_content_and_is_a_turn() -> None:
     message = {"content": None, "reasoning": "First, I add"}
     turn = read(vllm_chat(message, finish_reason="length"), "vllm")
-    assert turn.hit_max_tokens
+    assert turn.finish_reason == HIT_MAX_TOKENS
     assert orjson.loads(turn.message or b"")["reasoning"] == "First, I add"
     assert turn.completion_ids.tolist() == COMPLETION
 
@@ -237,7 +237,7 @@ def test_a_limit_of_tokens_is_told_from_other_ends(
     dialect: str, answer: Callable[..., Json], reason: str, hit: bool
 ) -> None:
     turn = read(answer(finish_reason=reason), dialect)
-    assert (turn.finish_reason, turn.hit_max_tokens, turn.truncated) == (reason, hit, False)
+    assert (turn.finish_reason, turn.finish_reason == HIT_MAX_TOKENS, turn.truncated) == (reason, hit, False)
 
 
 def test_the_sentinel_is_vllms() -> None:
