@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 import redis
 
 from headpond.broker import redis_keys
-from headpond.ids import LeaseId, LeaseValue
+from headpond.ids import LeaseValue
 from headpond.replica_use import URL_CHARACTERS
 
 logger = logging.getLogger("headpond.leases")
@@ -88,13 +88,9 @@ class LeaseKeeper:
                 if failing_since is not None:
                     logger.info("action=lease_renewal_back after_s=%.1f", time.monotonic() - failing_since)
                 failing_since = None
-        with contextlib.suppress(redis.RedisError, OSError):
-            self._remove_ended()
-
-    def _remove_ended(self) -> None:
-        """No renewal follows that would do it."""
-        if ended := self._renewed - self._held.keys():
-            self._client.hdel(redis_keys.LEASES, *ended)
+        with contextlib.suppress(redis.RedisError, OSError):  # no renewal follows that would remove them
+            if ended := self._renewed - self._held.keys():
+                self._client.hdel(redis_keys.LEASES, *ended)
 
     def _renew(self) -> None:
         """Renew held leases. Those that ended since the last renewal are removed: it may have re-created them."""
@@ -114,9 +110,4 @@ class LeaseKeeper:
             *_, ended_run = pipe.execute()
         self._renewed = set(held)
         if ended_run:
-            self._run_ended([lease for lease in held if _run_of(lease) == ended_run.decode()])
-
-
-def _run_of(lease: str) -> str | None:
-    found = LeaseId.match(lease)
-    return found.run if found else None
+            self._run_ended([lease for lease in held if lease.startswith(f"{ended_run.decode()}.")])

@@ -64,7 +64,8 @@ class GroupValues:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchValues:
-    """The rollouts of one batch, one entry a rollout, sorted by the text of their ids."""
+    """The rollouts of one batch, one entry a rollout, sorted by the text of their ids. Names that
+    `GroupValues` has too mean the same."""
 
     values: Floats
     """The results of the group phase."""
@@ -72,13 +73,9 @@ class BatchValues:
     rewards: Floats = field(default_factory=lambda: np.empty(0))
     """The rewards before length shaping."""
     named_rewards: Mapping[str, Floats] = field(default_factory=dict[str, Floats])
-    """See GroupValues."""
     agents: tuple[Mapping[str, int], ...] = ()
-    """See GroupValues."""
     agent_rewards: tuple[Mapping[str, float], ...] = ()
-    """See GroupValues."""
     by_turn: tuple[TurnValues, ...] = ()
-    """See GroupValues."""
     turn_values: tuple[Floats, ...] = ()
     """The results of the group phase with `per_turn`, one value a turn."""
     groups: tuple[str, ...] = ()

@@ -66,11 +66,9 @@ def encode_micro_batch(
     """Encode one micro-batch. `lengths` are those of the sequences, padding counted into the last;
     `envs` are names with their numbers of tokens."""
     yield array_header(16)
-    yield encode(tokens["input_ids"].tolist())
-    yield encode(tokens["loss_mask"].astype(bool).tolist())
-    yield encode(tokens["advantages"].tolist())
-    yield encode(tokens["logprobs"].tolist())
-    yield encode(tokens["position_ids"].tolist())
+    for name in ("input_ids", "loss_mask", "advantages", "logprobs", "position_ids"):
+        column = tokens[name].astype(bool) if name == "loss_mask" else tokens[name]
+        yield encode(column.tolist())
     yield encode(lengths.tolist())
     yield encode(tokens["temperatures"].tolist())
     yield encode([name for name, count in envs for _ in range(count)])
