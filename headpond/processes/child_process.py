@@ -10,9 +10,9 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
 from headpond.errors import RunError
 from headpond.processes.child_programs import GUARD, LAUNCHER, MARK, kill_marked
@@ -22,6 +22,7 @@ T = TypeVar("T")
 BIN = Path(sys.executable).parent
 POLL_S = 0.02
 TAIL_BYTES = 4096
+TAIL_LINES = 15
 LISTENING = re.compile(r"url=http://127\.0\.0\.1:(\d+)")
 LISTEN_S = 60.0  # A server on a busy machine may take this long.
 
@@ -40,6 +41,8 @@ class ChildProcess:
         environment: Mapping[str, str] | None = None,
         cwd: Path | None = None,
         append: bool = False,
+        stdin: IO[bytes] | int = subprocess.DEVNULL,
+        pass_fds: Sequence[int] = (),
     ) -> None:
         """Start the process. Its log is `directory/NAME.log`; without a directory it shares this
         process's output. `environment` defaults to this process's without HEADPOND_*."""
@@ -57,10 +60,12 @@ class ChildProcess:
                 launched,
                 cwd=cwd or directory,
                 env={**inherited, **variables, **marks},
-                stdin=subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=log if directory else None,
                 stderr=subprocess.STDOUT if directory else None,
-                # Not a new session: the kernel divides the cores between sessions first.
+                pass_fds=pass_fds,
+                # Its own group, which Ctrl-C does not reach. Not a new session: the kernel divides
+                # the cores between sessions first.
                 process_group=0,
             )
         self.pid = self._popen.pid
@@ -101,17 +106,21 @@ class ChildProcess:
             text = log.read().decode(errors="replace")
         return text if begin == self.log_start else text.partition("\n")[2]
 
+    @property
+    def end_of_log(self) -> str:
+        """Return the last lines of the log for a message, below its path."""
+        lines = self.output_tail.splitlines()[-TAIL_LINES:] or ["(no output)"]
+        return "\n  ".join([f"The end of {self.log}:", *lines])
+
     def wait_until(self, done: Callable[[], T], *, what: str, timeout_s: float) -> T:
         """Poll `done` until it returns a true value, and return that value. Raise `RunError` if
         the process ends first."""
         deadline = time.monotonic() + timeout_s
         while not (value := done()):
             if self.ended and not (value := done()):
-                raise RunError(f"{self.name} ended before {what}. The end of its log:\n{self.output_tail}")
+                raise RunError(f"{self.name} ended before {what}. {self.end_of_log}")
             if time.monotonic() > deadline:
-                raise RunError(
-                    f"waited {timeout_s:g} s until {what}. The end of the log of {self.name}:\n{self.output_tail}"
-                )
+                raise RunError(f"waited {timeout_s:g} s until {what}. {self.end_of_log}")
             time.sleep(POLL_S)
         return value
 

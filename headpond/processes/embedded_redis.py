@@ -1,21 +1,18 @@
 """A Redis server for demos, tests and small runs: on loopback, in its own directory, ends with its parent.
 
 Traps handled here:
-- The kernel sends the parent-death signal when the *thread* that started the child ends: the main thread must start it.
-- If the parent dies before the child has requested that signal, none is sent: the child compares its parent's id.
-- Ctrl-C reaches the whole foreground process group: the server has its own group, or it would end first.
+- The kernel ends a child with the *thread* that started it: the main thread must start the server.
 - While the server is down, any outgoing connection can take its port if that is in the ephemeral range.
 - Two servers in one directory destroy the append-only file: the server holds a lock file open.
 """
 
+import contextlib
 import fcntl
 import importlib.util
 import os
 import platform
 import random
 import shutil
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -30,7 +27,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from headpond.errors import ConfigError, RunError
-from headpond.processes.child_programs import LAUNCHER
+from headpond.processes.child_process import ChildProcess
 
 HOST = "127.0.0.1"
 # Linux's ephemeral ports begin at 32768.
@@ -44,7 +41,6 @@ START_TIMEOUT_S = 30.0
 # A clean stop flushes up to one second of the append-only file.
 STOP_TIMEOUT_S = 5.0
 POLL_S = 0.01
-LOG_TAIL_LINES = 15
 
 
 class EmbeddedRedis:
@@ -72,8 +68,7 @@ class EmbeddedRedis:
         self._port = port
         self._appendonly = appendonly
         self._password = password
-        self._process: subprocess.Popen[bytes] | None = None
-        self._log_start = 0
+        self._process: ChildProcess | None = None
 
     @property
     def url(self) -> str:
@@ -95,7 +90,7 @@ class EmbeddedRedis:
 
     @property
     def running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+        return self._process is not None and not self._process.ended
 
     def start(self) -> None:
         """Start the server and wait until it answers. Do nothing if it runs."""
@@ -105,6 +100,7 @@ class EmbeddedRedis:
             raise RunError(
                 "Start the embedded Redis server from the main thread: it ends with the thread that started it."
             )
+        self.kill()
         server = find_server()
         ports = system_random.sample(PORTS, PORT_TRIES) if self._port is None else [self._port]
         for port in ports:
@@ -116,33 +112,18 @@ class EmbeddedRedis:
             f"End that process (`ss -ltnp 'sport = :{ports[0]}'` names it) or choose another port."
         )
 
-    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Return when this server answers and has loaded its data. Another server on its port
-        does not count."""
-        deadline = time.monotonic() + timeout_s
-        once = Retry(NoBackoff(), retries=0)  # The loop below retries.
-        with redis.Redis.from_url(self.url, retry=once, socket_timeout=1.0, socket_connect_timeout=1.0) as client:
-            while not self._is_ready(client):
-                if not self.running:
-                    raise RunError(f"The embedded Redis server ended while it started. {self._log_tail()}")
-                if time.monotonic() > deadline:
-                    raise RunError(f"The embedded Redis server did not answer in {timeout_s:g} s. {self._log_tail()}")
-                time.sleep(POLL_S)
-
     def stop(self) -> None:
         """Terminate the server; kill it after STOP_TIMEOUT_S."""
-        if self._process is not None:
-            self._process.terminate()
-            try:
-                self._process.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                self.kill()
+        if (process := self._process) is not None:
+            process.terminate()
+            with contextlib.suppress(RunError):
+                process.wait_until(lambda: process.ended, what="it ended", timeout_s=STOP_TIMEOUT_S)
+            process.kill()
 
     def kill(self) -> None:
         """Send SIGKILL: the effect of a crash."""
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
 
     def restart(self) -> None:
         """Kill the server if it runs and start it on the same port and directory."""
@@ -160,36 +141,34 @@ class EmbeddedRedis:
 
     def _start_on_port(self, server: Path) -> bool:
         """Return False if the server's own bind fails. A check of the port before it would race."""
+        process = self._process = self._spawn(server)
+        once = Retry(NoBackoff(), retries=0)  # `wait_until` retries.
         try:
-            self._spawn(server)
-        except OSError as error:
-            raise ConfigError(
-                f"Cannot keep the embedded Redis server's files in {self.directory}: {error}. Use another directory."
-            ) from error
-        try:
-            self.wait_ready()
+            with redis.Redis.from_url(self.url, retry=once, socket_timeout=1.0, socket_connect_timeout=1.0) as client:
+                process.wait_until(lambda: self._is_ready(client), what="it answered", timeout_s=START_TIMEOUT_S)
         except RunError:
-            self.kill()
-            if "Address already in use" in self._log_tail():
+            process.kill()
+            if "Address already in use" in process.output_tail:
                 return False
             raise
         return True
 
-    def _spawn(self, server: Path) -> None:
-        command = [sys.executable, "-I", "-S", "-c", LAUNCHER, str(os.getpid()), str(server), "-"]
-        self.directory.mkdir(parents=True, exist_ok=True)
+    def _spawn(self, server: Path) -> ChildProcess:
         # The configuration comes on stdin from an unnamed file: no command line or file shows the
         # password.
-        with tempfile.TemporaryFile() as config, self.log_path.open("ab") as log, self._locked_directory() as lock:
-            config.write(self._config().encode())
-            config.seek(0)
-            self._log_start = log.tell()
-            # A process group of its own protects it from Ctrl-C. A session of its own would give it
-            # as much CPU as all other processes together: the kernel divides CPU time between
-            # sessions first.
-            self._process = subprocess.Popen(
-                command, stdin=config, stdout=log, stderr=log, pass_fds=[lock.fileno()], process_group=0
-            )
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile() as config, self._locked_directory() as lock:
+                config.write(self._config().encode())
+                config.seek(0)
+                return ChildProcess(
+                    "redis", [str(server), "-"], directory=self.directory, variables={}, cwd=Path.cwd(), append=True,
+                    stdin=config, pass_fds=[lock.fileno()],
+                )  # fmt: skip
+        except OSError as error:
+            raise ConfigError(
+                f"Cannot keep the embedded Redis server's files in {self.directory}: {error}. Use another directory."
+            ) from error
 
     def _locked_directory(self) -> IO[bytes]:
         lock = (self.directory / "redis.lock").open("ab")
@@ -220,18 +199,12 @@ class EmbeddedRedis:
         return "".join(f"{name} {_quoted(value)}\n" for name, value in settings.items())
 
     def _is_ready(self, client: redis.Redis) -> bool:
+        """Return whether this server answers and has loaded its data. Another one on its port does not count."""
         try:
             client.ping()
-            info = client.info("server")
+            return client.info("server")["process_id"] == self.pid
         except redis.RedisError:
             return False
-        return info["process_id"] == self.pid
-
-    def _log_tail(self) -> str:
-        with self.log_path.open("rb") as log:
-            log.seek(self._log_start)
-            lines = log.read().decode(errors="replace").splitlines()
-        return "\n  ".join([f"The end of {self.log_path}:", *lines[-LOG_TAIL_LINES:]])
 
 
 def find_server() -> Path:

@@ -19,7 +19,7 @@ from headpond.commands.interrupts import Interrupts
 from headpond.commands.launcher import parts
 from headpond.commands.launcher.broker import RunBroker
 from headpond.commands.launcher.ports import free_port, kept_port
-from headpond.commands.launcher.supervisor import FAILURES_MOST, Supervisor, last_line, tail
+from headpond.commands.launcher.supervisor import FAILURES_MOST, Supervisor, last_line
 from headpond.commands.modules import module_directories
 from headpond.commands.output import StatusCallback
 from headpond.config import RunConfig
@@ -268,7 +268,7 @@ class LocalRun:
             return
         lines = orchestrator.process.output_tail.splitlines()
         errors = [line.removeprefix("headpond: ") for line in lines if line.startswith("headpond: ")]
-        raise RunError(errors[-1] if errors else tail(orchestrator.process))
+        raise RunError(errors[-1] if errors else orchestrator.process.end_of_log)
 
 
 def _environment(options: Options) -> dict[str, str]:

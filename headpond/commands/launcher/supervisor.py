@@ -22,7 +22,6 @@ STEADY_S = 60.0  # a process that has run for this long begins again with the fi
 FAILURES_MOST = 5  # in a row: after that many, the process would never get ready
 LOG_BYTES = 16 << 20  # of one log; the one before it is kept as NAME.log.1
 LOOK_AT_LOGS_S = 5.0
-TAIL_LINES = 15
 TICK_S = 0.05
 TRACEBACK = "Traceback (most recent call last)"
 ERROR = re.compile(r"(?:\[[^]]*\]:? *)?[\w.]*(?:Error|Exception)\b: *\S")
@@ -181,7 +180,7 @@ class Supervisor:
             child.failures = 0
         if child.failures >= self._failures_most:
             times = f", {child.failures} times in a row" if child.failures > 1 else ""
-            raise RunError(f"the {child.part.name} {child.last_end}{times}. {tail(child.process)}")
+            raise RunError(f"the {child.part.name} {child.last_end}{times}. {child.process.end_of_log}")
         child.pause_s = PAUSE_FIRST_S if now - child.started_at > STEADY_S else child.pause_s
         child.restart_at = now + child.pause_s
         logger.error(
@@ -222,8 +221,3 @@ def reason_of(process: ChildProcess) -> str:
     failed = (process.exit_code or 0) > 0
     errors = [line for line in process.output_tail.splitlines() if failed and ERROR.match(line)]
     return errors[-1] if errors else last_line(process)
-
-
-def tail(process: ChildProcess) -> str:
-    lines = process.output_tail.splitlines()[-TAIL_LINES:] or ["(no output)"]
-    return "\n  ".join([f"The end of {process.log}:", *lines])
