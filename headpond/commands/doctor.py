@@ -22,17 +22,14 @@ def doctor(
     with tools, versions, speed. With a configuration, Redis, the store, the environments and the workers too. Changes
     nothing. Exits with 1 if something would kill or spoil every rollout.
     """
-    import asyncio
-
     from headpond import config as configuration
     from headpond.commands.examination import examine
     from headpond.doctor.findings import problems
-    from headpond.event_loop.factory import event_loop_factory
+    from headpond.event_loop import factory as event_loop
 
     settings = configuration.load(config, flags={"engine.urls": engine})
     find_modules(config)
-    with asyncio.Runner(loop_factory=event_loop_factory(concurrency=8)) as runner:
-        findings = runner.run(examine(settings, surroundings=engine is None, show=not as_json))
+    findings = event_loop.run(examine(settings, surroundings=engine is None, show=not as_json), concurrency=8)
     if as_json:
         print_json({"findings": [vars(finding) for finding in findings]})
     if problems(findings):

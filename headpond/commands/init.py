@@ -138,16 +138,13 @@ def _look(python: str, weights: str) -> dict[str, Any]:
 
 def _examined(url: str, *, loads_weights: bool) -> "Examination":
     """What the doctor finds of a server. Problems are printed; they do not keep the files from being written."""
-    import asyncio
-
     from headpond import config
     from headpond.doctor.examination import Examination
-    from headpond.event_loop.factory import event_loop_factory
+    from headpond.event_loop import factory as event_loop
 
     flags = {"engine.urls": url, **({"engine.weight_update": "headpond"} if loads_weights else {})}
     examination = Examination(config.load(None, flags=flags, environ={}))
-    with asyncio.Runner(loop_factory=event_loop_factory(concurrency=8)) as runner:
-        problems = runner.run(_problems(examination))
+    problems = event_loop.run(_problems(examination), concurrency=8)
     if not examination.facts:
         raise ConfigError(f"the engine cannot be examined: {problems[0] if problems else url}")
     for problem in problems:

@@ -59,25 +59,29 @@ def options(
     """Options before the subcommand."""
 
 
-app.command("demo")(demo.demo)
-app.command("init")(init.init)
-app.command("up")(up.up)
-app.command("run")(run.run)
-app.command("doctor")(doctor.doctor)
-app.command("try")(trial.try_environments)
-app.command("status")(status.status)
-app.command("why")(why.why)
-app.command("dead")(dead.dead)
-app.command("bundle")(bundle.bundle)
-app.command("audit")(audit.audit)
-app.command("gc")(gc.gc)
-app.command("redis")(redis_server.redis)
-app.command("dashboard")(dashboard.dashboard)
-app.command("report")(dashboard.report)
-app.command("redo")(redo.redo)
-app.command("sessions")(sessions.sessions)
-app.command("record")(record.record)
-app.command("engine")(engine.engine)
+COMMANDS = {
+    "demo": demo.demo,
+    "init": init.init,
+    "up": up.up,
+    "run": run.run,
+    "doctor": doctor.doctor,
+    "try": trial.try_environments,
+    "status": status.status,
+    "why": why.why,
+    "dead": dead.dead,
+    "bundle": bundle.bundle,
+    "audit": audit.audit,
+    "gc": gc.gc,
+    "redis": redis_server.redis,
+    "dashboard": dashboard.dashboard,
+    "report": dashboard.report,
+    "redo": redo.redo,
+    "sessions": sessions.sessions,
+    "record": record.record,
+    "engine": engine.engine,
+}
+for name, command in COMMANDS.items():
+    app.command(name)(command)
 
 
 def main() -> None:

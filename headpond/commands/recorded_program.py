@@ -14,7 +14,7 @@ from headpond.commands.transcript import transcript
 from headpond.config import RunConfig
 from headpond.environments.protocol import agent_variables
 from headpond.errors import NothingToTrain
-from headpond.event_loop.factory import event_loop_factory
+from headpond.event_loop import factory as event_loop
 from headpond.playing.agent_sessions import SessionServers
 from headpond.processes.child_programs import LAUNCHER
 from headpond.processes.privacy import inherited_variables
@@ -32,9 +32,8 @@ TRANSCRIPT = "transcript.md"
 def record(config: RunConfig, command: Sequence[str], out: Path, *, stdout: int | None = None) -> dict[str, Any]:
     """What was recorded, and the program's exit code. Files are written only if there is a turn. `stdout`: descriptor
     for the program's output, by default that of this process."""
-    factory = event_loop_factory(concurrency=CONCURRENCY, cpu_threads=config.sessions.cpu_workers)
-    with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(_record(config, command, out, stdout))
+    work = _record(config, command, out, stdout)
+    return event_loop.run(work, concurrency=CONCURRENCY, cpu_threads=config.sessions.cpu_workers)
 
 
 async def _record(config: RunConfig, command: Sequence[str], out: Path, stdout: int | None) -> dict[str, Any]:

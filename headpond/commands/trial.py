@@ -29,11 +29,10 @@ def try_environments(
     their version. Nothing is kept. Exits with 1 if a rollout failed;
     an exception of the environment is shown with its traceback.
     """
-    import asyncio
     import tempfile
 
     from headpond import config as configuration
-    from headpond.event_loop.factory import event_loop_factory
+    from headpond.event_loop import factory as event_loop
 
     settings = configuration.load(config)
     find_modules(config)
@@ -50,8 +49,7 @@ def try_environments(
             url = stack.enter_context(tried_rollouts.session_server(config, Path(directory), store))
             update["sessions"] = settings.sessions.model_copy(update={"urls": (url,)})
         trial = tried_rollouts.Trial(settings.model_copy(update=update), names, range(first, first + examples))
-        with asyncio.Runner(loop_factory=event_loop_factory(concurrency=tried_rollouts.AT_ONCE)) as runner:
-            played = runner.run(trial.play(print_as_played=not as_json))
+        played = event_loop.run(trial.play(print_as_played=not as_json), concurrency=tried_rollouts.AT_ONCE)
     weights = {url: label.text for url, label in trial.weights.items()}
     content = {"rollouts": [vars(rollout) for rollout in played], "weights": weights}
     print_result(content, tried_rollouts.totals(played), as_json=as_json)

@@ -17,7 +17,7 @@ from headpond.doctor import probes
 from headpond.doctor.examination import quick
 from headpond.engines.http.client import EngineClient
 from headpond.errors import EngineUnreachable, HeadpondError
-from headpond.event_loop.factory import event_loop_factory
+from headpond.event_loop import factory as event_loop
 from headpond.playing.rollout import RolloutStage, open_dialect
 from headpond.store import open_store
 
@@ -42,11 +42,8 @@ async def examined(settings: config.RunConfig) -> dict[str, Any]:
 
 def main() -> None:
     settings = config.load(Path(sys.argv[1]) if sys.argv[1:] else None)
-    with (
-        contextlib.redirect_stdout(sys.stderr),  # a dialect of the user may print
-        asyncio.Runner(loop_factory=event_loop_factory(concurrency=4)) as runner,
-    ):
-        result = runner.run(examined(settings))
+    with contextlib.redirect_stdout(sys.stderr):  # a dialect of the user may print
+        result = event_loop.run(examined(settings), concurrency=4)
     sys.stdout.buffer.write(orjson.dumps(result))
 
 

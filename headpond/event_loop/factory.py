@@ -3,10 +3,14 @@ of `offload`."""
 
 import asyncio
 import logging
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Coroutine
 from functools import cache
+from typing import Any, TypeVar
 
 from headpond.event_loop import offload
+
+T = TypeVar("T")
 
 logger = logging.getLogger("headpond.event_loop")
 
@@ -25,6 +29,21 @@ def event_loop_factory(
         return loop
 
     return new_event_loop
+
+
+def run(work: Coroutine[Any, Any, T], *, concurrency: int | None = None, cpu_threads: int | None = None) -> T:
+    """Run a coroutine to its end, on a loop of its own."""
+    factory = event_loop_factory(concurrency=concurrency, cpu_threads=cpu_threads)
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(work)
+
+
+def stop_requested() -> asyncio.Event:
+    """Return an event that SIGINT and SIGTERM set from now on."""
+    stopping = asyncio.Event()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(signum, stopping.set)
+    return stopping
 
 
 @cache

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import signal
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -31,9 +30,10 @@ from headpond.demo.tiny_moe import initial_weights
 from headpond.engines.dialects.generate import Generate
 from headpond.engines.dialects.vllm import Vllm
 from headpond.engines.http.transport import NAME_HEADER, RETRY_HEADER, SESSION_HEADER
-from headpond.errors import BadRequest, ConfigError
-from headpond.event_loop.factory import event_loop_factory
+from headpond.errors import BadRequest
+from headpond.event_loop import factory as event_loop
 from headpond.event_loop.loop_lag import LoopLag
+from headpond.servers import listening
 
 logger = logging.getLogger("headpond.engine")
 
@@ -209,14 +209,12 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
 
 def serve(settings: EngineSettings) -> None:
     """Serve until SIGINT or SIGTERM."""
-    with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
-        runner.run(_serve(settings))
+    event_loop.run(_serve(settings))
 
 
 async def _serve(settings: EngineSettings) -> None:
-    stopping = asyncio.Event()
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(signum, stopping.set)
+    stopping = event_loop.stop_requested()
+    listener = listening.bind(settings.host, settings.port)
     runner = web.AppRunner(
         Engine(settings).app(),
         access_log=None,
@@ -227,24 +225,12 @@ async def _serve(settings: EngineSettings) -> None:
     await runner.setup()
     lag = asyncio.create_task(LoopLag(process="engine").run())
     try:
-        await _listen(runner, settings)
+        await web.SockSite(runner, listener).start()
+        logger.info(
+            "action=engine_ready url=%s dialect=%s %s", listening.url_of(listener), settings.dialect,
+            f"model={settings.model}" if settings.model else f"experts={settings.routed_experts}",
+        )  # fmt: skip
         await stopping.wait()
     finally:
         lag.cancel()
         await runner.cleanup()
-
-
-async def _listen(runner: web.AppRunner, settings: EngineSettings) -> None:
-    try:
-        await web.TCPSite(runner, settings.host, settings.port).start()
-    except OSError as error:
-        where = f"{settings.host}:{settings.port}"
-        raise ConfigError(f"cannot listen on {where}: {error.strerror}; choose another --port (0: any)") from error
-    host, port = runner.addresses[0][:2]
-    logger.info(
-        "action=engine_ready url=http://%s:%d dialect=%s %s",
-        host,
-        port,
-        settings.dialect,
-        f"model={settings.model}" if settings.model else f"experts={settings.routed_experts}",
-    )

@@ -4,12 +4,10 @@ On a loopback address everyone on this host may read; on any other one a secret 
 the browser as JSON, and the Content-Security-Policy allows this server's own files only.
 """
 
-import asyncio
 import hmac
 import logging
 import re
 import secrets
-import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable
@@ -21,11 +19,12 @@ import orjson
 from aiohttp import web
 
 from headpond.config.sessions import is_loopback
-from headpond.errors import ConfigError, HeadpondError, MalformedId, NotFound, Unauthorised
-from headpond.event_loop.factory import event_loop_factory
+from headpond.errors import HeadpondError, MalformedId, NotFound, Unauthorised
+from headpond.event_loop import factory as event_loop
 from headpond.event_loop.offload import in_io_thread
 from headpond.ledger.pages import Filter, Key
 from headpond.ledger.states import RolloutState
+from headpond.servers import listening
 from headpond.servers.dashboard.run_view import RunView
 
 logger = logging.getLogger("headpond.dashboard")
@@ -63,42 +62,25 @@ class Settings:
 
 def serve(runs: list[RunView], settings: Settings, *, ready: Callable[[str], None] = lambda url: None) -> None:
     """Serve until SIGINT or SIGTERM. `ready` is called with the URL."""
-    with asyncio.Runner(loop_factory=event_loop_factory(concurrency=CONCURRENCY)) as runner:
-        runner.run(_serve(runs, settings, ready))
+    event_loop.run(_serve(runs, settings, ready), concurrency=CONCURRENCY)
 
 
 async def _serve(runs: list[RunView], settings: Settings, ready: Callable[[str], None]) -> None:
-    stopping = asyncio.Event()
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(signum, stopping.set)
+    stopping = event_loop.stop_requested()
     secret = settings.secret or (None if is_loopback(settings.host) else secrets.token_urlsafe(24))
     shown = "$DASHBOARD_SECRET" if settings.secret else secret  # what is printed may be kept in a log
-    listener = _bind(settings.host, settings.port)
+    listener = listening.bind(settings.host, settings.port)
     runner = web.AppRunner(Dashboard(runs, secret).app(), access_log=None, shutdown_timeout=STOP_S)
     await runner.setup()
     try:
         await web.SockSite(runner, listener).start()
-        ready(f"{_url(listener)}/{f'?secret={shown}' if secret else ''}")
+        url = listening.url_of(listener)
+        for unspecified in ("0.0.0.0", "[::]"):  # noqa: S104 - compared, not bound
+            url = url.replace(unspecified, socket.gethostname())
+        ready(f"{url}/{f'?secret={shown}' if secret else ''}")
         await stopping.wait()
     finally:
         await runner.cleanup()
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return socket.create_server(address[:2], family=family)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another --port (0: any)"
-        ) from error
-
-
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    if host in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
-        host = socket.gethostname()
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class Dashboard:

@@ -9,7 +9,6 @@ import contextlib
 import logging
 import re
 import secrets
-import signal
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -28,7 +27,6 @@ from headpond.errors import (
     BadRequest,
     BlobMissing,
     BlobUnwritten,
-    ConfigError,
     EngineUnreachable,
     HeadpondError,
     NotFound,
@@ -36,11 +34,12 @@ from headpond.errors import (
     Unauthorised,
     Upstream,
 )
+from headpond.event_loop import factory as event_loop
 from headpond.event_loop import garbage
-from headpond.event_loop.factory import event_loop_factory
 from headpond.event_loop.loop_lag import LoopLag
 from headpond.event_loop.offload import in_io_thread
 from headpond.processes import descriptors
+from headpond.servers import listening
 from headpond.servers.sessions import headers
 from headpond.servers.sessions.apis import APIS, MESSAGES, Api, api_of
 from headpond.servers.sessions.backend import Backend, EngineRequest
@@ -69,15 +68,11 @@ Handler = Callable[[web.BaseRequest, Entry, SessionMetadata], Awaitable[web.Resp
 
 def serve(config: RunConfig) -> None:
     """Serve until SIGINT or SIGTERM."""
-    factory = event_loop_factory(concurrency=CONCURRENCY, cpu_threads=config.sessions.cpu_workers)
-    with asyncio.Runner(loop_factory=factory) as runner:
-        runner.run(_serve(config))
+    event_loop.run(_serve(config), concurrency=CONCURRENCY, cpu_threads=config.sessions.cpu_workers)
 
 
 async def _serve(config: RunConfig) -> None:
-    stopping = asyncio.Event()
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(signum, stopping.set)
+    stopping = event_loop.stop_requested()
     async with serving(config):
         await stopping.wait()
 
@@ -85,8 +80,8 @@ async def _serve(config: RunConfig) -> None:
 @contextlib.asynccontextmanager
 async def serving(config: RunConfig) -> AsyncIterator["tuple[SessionServer, str]"]:
     """A server of this process and its URL."""
-    listening = _bind(config.sessions.host, config.sessions.port)
-    owner = owner_of(config.sessions.instance_id, listening.getsockname()[1])
+    listener = listening.bind(config.sessions.host, config.sessions.port)
+    owner = owner_of(config.sessions.instance_id, listener.getsockname()[1])
     directory = SessionDirectory(open_store(config.store_url), owner)
     await in_io_thread(directory.lock)
     table = SessionTable(directory, config, await in_io_thread(directory.recoverable))
@@ -101,22 +96,12 @@ async def serving(config: RunConfig) -> AsyncIterator["tuple[SessionServer, str]
             background = [group.create_task(lag.run()), group.create_task(table.watch())]
             try:
                 with garbage.seldom_collection():
-                    yield server, await _listen(runner, listening, server, config)
+                    yield server, await _listen(runner, listener, server, config)
             finally:
                 await runner.cleanup()
                 for task in background:
                     task.cancel()
                 await table.finish()
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return socket.create_server(address[:2], family=family, backlog=1024)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another --port (0: any)"
-        ) from error
 
 
 def _http_server(server: "SessionServer", config: RunConfig, connections: int) -> JsonServer:
@@ -144,14 +129,11 @@ def _shared_descriptors(config: RunConfig) -> tuple[int, Engine]:
     return clients, engine
 
 
-async def _listen(
-    runner: web.ServerRunner, listening: socket.socket, server: "SessionServer", config: RunConfig
-) -> str:
+async def _listen(runner: web.ServerRunner, listener: socket.socket, server: "SessionServer", config: RunConfig) -> str:
     """The server's URL."""
     await runner.setup()
-    await web.SockSite(runner, listening, backlog=1024).start()
-    host, port = listening.getsockname()[:2]
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    await web.SockSite(runner, listener, backlog=listening.BACKLOG).start()
+    url = listening.url_of(listener)
     logger.info(
         "action=sessions_ready url=%s instance=%s engine=%s recoverable=%d secrets=%s",
         url,
