@@ -110,7 +110,15 @@ class Backend(EngineConnection):
     async def _attempt(self, replica: Replica, request: EngineRequest, reservation: Reservation) -> EngineResponse:
         try:
             with replica.busy():
-                return await self._receive(replica, request, reservation)
+                asked = await self.replicas.ask(replica)
+                with asked.sending():
+                    response = await self._exchange(replica, request, reservation, asked)
+                    if response.status != OK and response.name and replica.names_requests and not _is_named(response):
+                        # Errors have no name: on a connection that was used before, this may be another request's.
+                        return await self._exchange(replica, request, reservation, asked, alone=True)
+                    return response
+        except EngineUnreachable as error:
+            raise NotTaken(f"{UNREACHABLE}: {error}") from error
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             replica.mark_unreachable()
             raise NotTaken(f"{UNREACHABLE}: {_describe(error)}") from error
@@ -124,18 +132,6 @@ class Backend(EngineConnection):
         """`Upstream` if it answers another request."""
         if response.name:
             self._names.check(response.replica, response.name, response.head)
-
-    async def _receive(self, replica: Replica, request: EngineRequest, reservation: Reservation) -> EngineResponse:
-        try:
-            asked = await self.replicas.ask(replica)
-            with asked.sending():
-                response = await self._exchange(replica, request, reservation, asked)
-                if response.status != OK and response.name and replica.names_requests and not _is_named(response):
-                    # Errors have no name: on a connection that was used before, this may be another request's.
-                    response = await self._exchange(replica, request, reservation, asked, alone=True)
-        except EngineUnreachable as error:
-            raise NotTaken(f"{UNREACHABLE}: {error}") from error
-        return response
 
     async def _exchange(
         self,

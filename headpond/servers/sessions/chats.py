@@ -64,14 +64,6 @@ class ChatCounts:
     """answered and logged, and not trained on, by a rule or a header"""
 
 
-class RefusedUpstream(Exception):
-    """The engine answered with a status other than 200, which passes through."""
-
-    def __init__(self, response: web.Response) -> None:
-        super().__init__(response.status)
-        self.response = response
-
-
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
     """A chat as it was sent to the engine."""
@@ -95,20 +87,22 @@ class ReadResponse:
 
 
 class Chats:
-    def __init__(self, config: RunConfig, backend: Backend, requests: ByteBudget, table: SessionTable) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        backend: Backend,
+        requests: ByteBudget,
+        table: SessionTable,
+        renderer: PooledRenderer | None,
+    ) -> None:
         self.counts = ChatCounts()
         self._config = config
         self._backend = backend
         self._requests = requests
         self._table = table
-        self.renderer = renderer_of(config)
+        self._renderer = renderer
         self._fields = tuple(field.name for field in config.batch.fields_of("turn"))
-        self._dialect = dialect_of(config.engine, renderer=self.renderer, place=config.place_of("engine", "dialect"))
-
-    async def warm_up(self) -> None:
-        """Build the renderer before the first chat. Raises ConfigError if that cannot work."""
-        if self.renderer:
-            await self.renderer.pool()
+        self._dialect = dialect_of(config.engine, renderer=self._renderer, place=config.place_of("engine", "dialect"))
 
     async def handle(self, request: web.BaseRequest, entry: Entry, metadata: SessionMetadata, api: Api) -> web.Response:
         session, attempt = opened(entry), Attempt.of(request)
@@ -134,14 +128,14 @@ class Chats:
             entry.sent_chats.add(sent_chat)
             try:
                 answer = await self._play(claim, entry, metadata, chat, sent_chat, agent, size=size)
-            except RefusedUpstream as refusal:
-                sent_chat.fail(Upstream("the engine refused the request that this one repeats: send it again"))
-                entry.sent_chats.remove(sent_chat)
-                return refusal.response
             except BaseException as error:
                 sent_chat.fail(error if isinstance(error, SessionError) else Upstream("the first request was ended"))
                 entry.sent_chats.remove(sent_chat)
                 raise
+            if isinstance(answer, web.Response):
+                sent_chat.fail(Upstream("the engine refused the request that this one repeats: send it again"))
+                entry.sent_chats.remove(sent_chat)
+                return answer
             sent_chat.answer.set_result(answer)
             return self._response(request, entry, answer, sent_chat)
 
@@ -178,7 +172,8 @@ class Chats:
         agent: str,
         *,
         size: int,
-    ) -> Answer:
+    ) -> Answer | web.Response:
+        """Return the engine's own error as a response: it is not recorded."""
         session = opened(entry)
         prepared = self._prepare(session, claim, chat, agent, sent_chat.id)
         prompt = await self._prompt(session, prepared, chat)
@@ -195,7 +190,7 @@ class Chats:
             before, entry.last_replica = entry.last_replica, response.replica
             if response.status != 200:
                 self.counts.refused_upstream += 1
-                raise RefusedUpstream(self._refusal(response, chat.api))
+                return self._refusal(response, chat.api)
             answer_id = answer_id_of(session, prepared.arrival)
             exchange = Exchange(chat=chat, prompt=prompt, prepared=prepared, sent=sent, answer_id=answer_id)
             try:
@@ -230,7 +225,7 @@ class Chats:
             return Prompt(messages=[{"role": "user", "content": ""}], ids=self._sendable(chat.prompt_ids))
         messages = await session.restored(prepared, chat.conversation.messages)
         tools = chat.fields.get("tools")
-        return await prompt_of(self.renderer, prepared, messages, tools=tools, fields=chat.fields)
+        return await prompt_of(self._renderer, prepared, messages, tools=tools, fields=chat.fields)
 
     async def _answer_of(
         self, earlier: SentChat | int, session: Session, chat: Chat, request: web.BaseRequest
@@ -280,7 +275,7 @@ class Chats:
         return session.prepare(claim, messages, agent=agent, request_id=id)
 
     def _sendable(self, prompt_ids: Ids) -> Ids:
-        if self.renderer is None or not self._dialect.takes_tokens:
+        if self._renderer is None or not self._dialect.takes_tokens:
             raise BadRequest(
                 "prompt: this server sends messages; for token ids set policy.renderer, and engine.dialect to generate "
                 "or sglang"
@@ -295,16 +290,16 @@ class Chats:
         if read.turn.message is not None:
             return read
         fields, number = exchange.chat.fields, exchange.prepared.arrival
-        if exchange.chat.prompt_ids is not None and self.renderer:
-            texts = await self.renderer.texts(read.turn.completion_ids)
+        if exchange.chat.prompt_ids is not None and self._renderer:
+            texts = await self._renderer.texts(read.turn.completion_ids)
             message = {"role": "assistant", "content": "".join(texts)}
         else:
             message = await rendered_message(self._dialect, exchange.prompt, read.turn, number=number, fields=fields)
         turn = structs.replace(read.turn, message=orjson.dumps(message))
         logprobs = None
-        if self.renderer and "logprobs" in exchange.chat.asked.names:
+        if self._renderer and "logprobs" in exchange.chat.asked.names:
             choices = await by_size(len(read.body), self._dialect.logprobs, read.body)
-            logprobs = await rendered_logprobs(self.renderer, choices, fields)
+            logprobs = await rendered_logprobs(self._renderer, choices, fields)
         return await by_size(len(read.body), self._for_client, read.body, turn, exchange, logprobs)
 
     def _read_turn(self, response: EngineResponse, exchange: Exchange) -> ReadResponse:
@@ -366,9 +361,13 @@ class Chats:
             raise BadRequest(str(failure)) from failure
 
 
-def renderer_of(config: RunConfig) -> PooledRenderer | None:
-    settings = config.policy.renderer
-    return PooledRenderer.of(settings, config.engine.model) if settings else None
+async def open_renderer(config: RunConfig) -> PooledRenderer | None:
+    """Return the renderer, ready for the first chat. Raise ConfigError if it cannot work."""
+    if (settings := config.policy.renderer) is None:
+        return None
+    renderer = PooledRenderer.of(settings, config.engine.model)
+    await renderer.pool()
+    return renderer
 
 
 def forwarded(response: EngineResponse) -> web.Response:

@@ -14,7 +14,7 @@ from headpond.renderers import PooledRenderer
 from headpond.servers.sessions.apis import MESSAGES
 from headpond.servers.sessions.backend import Backend, EngineRequest
 from headpond.servers.sessions.error_responses import JSON
-from headpond.servers.sessions.requests import Chat, ChatRules, by_size, read_chat, read_object
+from headpond.servers.sessions.requests import ChatRules, by_size, read_chat, read_object
 
 MODELS = "/v1/models"
 TOKENIZE = "/tokenize"
@@ -40,7 +40,8 @@ class EngineQueries:
             prompt = await prompt_of(self._renderer, prepared, messages, tools=tools, fields=chat.fields)
             assert prompt.ids is not None
             return len(prompt.ids)
-        wanted = {"model": self._model_of(chat), "messages": chat.conversation.messages}
+        model = chat.fields.get("model") or self._config.engine.model
+        wanted = {"model": model, "messages": chat.conversation.messages}
         body = await by_size(size, orjson.dumps, wanted | ({"tools": tools} if tools else {}))
         answer = await self._ask("POST", TOKENIZE, body)
         match answer:
@@ -61,9 +62,6 @@ class EngineQueries:
                 case _:
                     pass
         raise NotFound(f"the engine has no model {wanted!r}")
-
-    def _model_of(self, chat: Chat) -> str:
-        return chat.fields.get("model") or self._config.engine.model
 
     async def _ask(self, method: str, path: str, body: bytes = b"") -> Mapping[str, Any] | None:
         """The engine's JSON object; None if it has no such path, or says something else."""

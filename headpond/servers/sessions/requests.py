@@ -64,7 +64,8 @@ class ChatRules:
     def applied(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         replaced = {SYNONYMS[name] for name in self.forced if name in SYNONYMS}
         decided = {name: value for name, value in {**self.defaults, **fields}.items() if name not in replaced}
-        return {name: value for name, value in {**decided, **self.forced}.items() if name not in self._unset}
+        unset = {name for name, value in self.forced.items() if value is None}
+        return {name: value for name, value in {**decided, **self.forced}.items() if name not in unset}
 
     def left_out_by(self, fields: Mapping[str, Any], headers: CIMultiDictProxy[str]) -> str:
         """What leaves a chat out of training, the header or the name of a rule; empty for one that is trained on.
@@ -76,10 +77,6 @@ class ChatRules:
                 return next((name for name, rule in self.leave_out.items() if _matches(rule, fields)), "")
             case other:
                 raise BadRequest(f"{TRAIN_HEADER} must be true or false, not {other!r}")
-
-    @property
-    def _unset(self) -> frozenset[str]:
-        return frozenset(name for name, value in self.forced.items() if value is None)
 
 
 def _matches(rule: LeaveOut, fields: Mapping[str, Any]) -> bool:
@@ -271,25 +268,18 @@ def _check(fields: Mapping[str, Any]) -> None:
 
 
 def read_new_session(body: bytes) -> NewSession:
-    new = _decoded(body, NEW_SESSION)
-    if is_nested_too_deeply(body, lambda: new.sampling):
-        raise BadRequest(f"sampling is nested deeper than {MAX_NESTING} levels")
-    if is_nested_too_deeply(body, lambda: new.forced):
-        raise BadRequest(f"forced is nested deeper than {MAX_NESTING} levels")
-    if refused := sorted(RESERVED & new.sampling.keys()):
-        raise BadRequest(f"sampling: {', '.join(refused)} cannot be a default; remove it")
-    if refused := sorted(RESERVED & new.forced.keys()):
-        raise BadRequest(f"forced: {', '.join(refused)} cannot be forced; remove it")
+    new = decoded(body, NEW_SESSION)
+    for name, fields, use in (("sampling", new.sampling, "a default"), ("forced", new.forced, "forced")):
+        if is_nested_too_deeply(body, lambda fields=fields: fields):
+            raise BadRequest(f"{name} is nested deeper than {MAX_NESTING} levels")
+        if refused := sorted(RESERVED & fields.keys()):
+            raise BadRequest(f"{name}: {', '.join(refused)} cannot be {use}; remove it")
     if new.execution and not (new.run and re.fullmatch("[A-Za-z0-9_-]+", new.rollout or "")):
         raise BadRequest("execution needs a run, and a rollout of letters, digits, _ and -")
     return new
 
 
-def read_seal(body: bytes) -> SealRequest:
-    return _decoded(body, SEAL)
-
-
-def _decoded(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
+def decoded(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
     try:
         return decoder.decode(body or b"{}")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -56,40 +56,41 @@ class SessionDirectory:
         return f"{self.key}/{session}"
 
     def save_score(self, session: str, score: bytes) -> None:
-        path = self.store.local_path(self.session_key(session)) / SCORE
-        with atomic.writing(path):
-            atomic.write(path, score)
+        _write(self._path(session, SCORE), score)
 
     def score(self, session: str) -> bytes:
-        path = self.store.local_path(self.session_key(session)) / SCORE
+        path = self._path(session, SCORE)
         return path.read_bytes() if path.exists() else b"{}"
 
     def save_sealed(self, session: str, sealed: bytes) -> None:
         """Keep the response to a seal request until the session is deleted or expires."""
-        path = self._sealed_path(session)
-        with atomic.writing(path):
-            atomic.write(path, sealed)
+        _write(self._path(session, SEALED), sealed)
 
     def sealed(self, session: str) -> bytes | None:
         """What `save_sealed` kept; None if the seal request did not finish: the session is then sealed again from its
         log."""
-        path = self._sealed_path(session)
+        path = self._path(session, SEALED)
         return path.read_bytes() if path.exists() and not unsealed(self.store, self.session_key(session)) else None
 
     def forget_sealed(self, session: str) -> None:
         """Sealed blobs stay."""
-        path = self._sealed_path(session)
+        path = self._path(session, SEALED)
         path.unlink(missing_ok=True)
         path.with_name(SCORE).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # it has blobs, or was never made
             path.parent.rmdir()
 
-    def _sealed_path(self, session: str) -> Path:
-        return self.store.local_path(self.session_key(session)) / SEALED
+    def _path(self, session: str, name: str) -> Path:
+        return self.store.local_path(self.session_key(session)) / name
 
     def discard(self, session: str) -> None:
         """Remove all files of a session, unfinished ones included. Usually only the empty directory is left."""
         self.store.sweep(self.session_key(session), named=())
+
+
+def _write(path: Path, content: bytes) -> None:
+    with atomic.writing(path):
+        atomic.write(path, content)
 
 
 def _remove_unfinished(directory: Path) -> None:

@@ -97,7 +97,6 @@ class Entry:
     """of the replicas, since this process has the session"""
     aborts: int = 0
     """completions that the engine aborted, and the client asked for again"""
-    retained_bytes: int = 0
     in_flight: InFlight = field(default_factory=InFlight)
     sent_chats: SentChats = field(default_factory=SentChats)
     opening: asyncio.Task[None] | None = None

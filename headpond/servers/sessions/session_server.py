@@ -11,7 +11,7 @@ import re
 import secrets
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict
 from urllib.parse import unquote
 
@@ -39,16 +39,17 @@ from headpond.event_loop import garbage
 from headpond.event_loop.loop_lag import LoopLag
 from headpond.event_loop.offload import in_io_thread
 from headpond.processes import descriptors
+from headpond.renderers import PooledRenderer
 from headpond.servers import listening
 from headpond.servers.sessions import headers
 from headpond.servers.sessions.apis import APIS, MESSAGES, Api, api_of
 from headpond.servers.sessions.backend import Backend, EngineRequest
-from headpond.servers.sessions.chats import Chats, forwarded
+from headpond.servers.sessions.chats import Chats, forwarded, open_renderer
 from headpond.servers.sessions.connections import JsonServer
 from headpond.servers.sessions.engine_queries import MODELS, EngineQueries
 from headpond.servers.sessions.error_responses import JSON, error_response, response_to
 from headpond.servers.sessions.keep_alive import KEEP_ALIVES
-from headpond.servers.sessions.requests import NEW_SESSION_BYTES, ChatRules, read_body, read_new_session, read_seal
+from headpond.servers.sessions.requests import NEW_SESSION_BYTES, SEAL, ChatRules, decoded, read_body, read_new_session
 from headpond.servers.sessions.session_directory import SessionDirectory, owner_of
 from headpond.servers.sessions.session_table import Entry, SessionMetadata, SessionTable, opened
 from headpond.store import open_store
@@ -89,8 +90,7 @@ async def serving(config: RunConfig) -> AsyncIterator["tuple[SessionServer, str]
     connections, engine = _shared_descriptors(config)
     async with Backend.open(engine) as backend:
         backend.wait_s = config.sessions.engine_wait_s
-        server = SessionServer(config, table, backend, lag)
-        await server.warm_up()
+        server = SessionServer(config, table, backend, lag, await open_renderer(config))
         runner = web.ServerRunner(_http_server(server, config, connections), shutdown_timeout=config.sessions.drain_s)
         async with asyncio.TaskGroup() as group:
             background = [group.create_task(lag.run()), group.create_task(table.watch())]
@@ -146,15 +146,22 @@ async def _listen(runner: web.ServerRunner, listener: socket.socket, server: "Se
 
 
 class SessionServer:
-    def __init__(self, config: RunConfig, table: SessionTable, backend: Backend, lag: LoopLag) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        table: SessionTable,
+        backend: Backend,
+        lag: LoopLag,
+        renderer: PooledRenderer | None,
+    ) -> None:
         self.table = table
         self._config = config
         self._settings = config.sessions
         self._backend = backend
         self._lag = lag
         self._requests = ByteBudget(self._settings.requests_bytes)
-        self._chats = Chats(config, backend, self._requests, table)
-        self._queries = EngineQueries(config, backend, self._chats.renderer)
+        self._chats = Chats(config, backend, self._requests, table, renderer)
+        self._queries = EngineQueries(config, backend, renderer)
         self.refused = Counter[str]()
         """Responses of 4xx and 5xx, the engine's included, by status."""
         self.instance_id = self._settings.instance_id or secrets.token_hex(16)
@@ -171,9 +178,6 @@ class SessionServer:
         for path in self._settings.proxy_allow:
             for method in ("GET", "POST"):
                 self._handlers.setdefault((method, path), self._proxy)
-
-    async def warm_up(self) -> None:
-        await self._chats.warm_up()
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         try:
@@ -300,10 +304,9 @@ class SessionServer:
     async def _show(self, _: web.BaseRequest, entry: Entry, __: SessionMetadata) -> web.Response:
         session = opened(entry)
         settings = session.settings
-        ids = session.token_ids()
         records = await session.records()
         details = {
-            "accumulated_token_ids": orjson.Fragment(b"[%b]" % ids_text(ids)),
+            "accumulated_token_ids": orjson.Fragment(b"[%b]" % ids_text(session.token_ids())),
             "rollout": settings.rollout,
             "attempt": settings.attempt,
             "mode": settings.mode,
@@ -312,14 +315,19 @@ class SessionServer:
             "unseen_turns": session.unseen_turns,
             "left_out": [orjson.Fragment(record) for record in await session.records_left_out()],
         }
-        return _json(await in_io_thread(_shown, entry.id, records, details))
+        shown = {
+            "session_id": entry.id,
+            "records": [orjson.Fragment(record) for record in records],
+            "metadata": details,
+        }
+        return _json(await in_io_thread(orjson.dumps, shown))
 
     async def _delete(self, _: web.BaseRequest, entry: Entry, __: SessionMetadata) -> web.Response:
         await self.table.delete(entry)
         return web.Response(status=204)
 
     async def _seal(self, request: web.BaseRequest, entry: Entry, _: SessionMetadata) -> web.Response:
-        seal = read_seal(await self._body(request))
+        seal = decoded(await self._body(request), SEAL)
         return _json(await self.table.seal(entry, seal, version_after=self._backend.replicas.after))
 
     async def _score(self, request: web.BaseRequest, entry: Entry, _: SessionMetadata) -> web.Response:
@@ -362,11 +370,6 @@ class SessionServer:
                 "loop_lag": self._lag.summary().as_dict(),
             }
         )
-
-
-def _shown(id: str, records: list[bytes], details: Mapping[str, object]) -> bytes:
-    shown = {"session_id": id, "records": [orjson.Fragment(record) for record in records], "metadata": details}
-    return orjson.dumps(shown)
 
 
 def _host(request: web.BaseRequest) -> str:

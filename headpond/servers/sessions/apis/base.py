@@ -89,9 +89,9 @@ class Api(ABC):
         kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
         return {"error": {"message": text, "type": kind, "code": code or kind}}
 
-    @abstractmethod
     def error_events(self, error: dict[str, Any]) -> bytes:
-        """The end of a stream that had begun."""
+        """End a stream that had begun; by default as OpenAI's older APIs do."""
+        return b"data: %b\n\ndata: [DONE]\n\n" % orjson.dumps(error)
 
     def continues(self, given: Fields) -> str | None:
         """The id of the answer that a request names instead of repeating the conversation."""

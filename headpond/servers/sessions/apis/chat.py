@@ -31,9 +31,6 @@ class ChatCompletions(Api):
     def stream(self, recorded: Recorded) -> bytes:
         return event_stream(recorded.completion, recorded.asked)
 
-    def error_events(self, error: dict[str, Any]) -> bytes:
-        return b"data: %b\n\ndata: [DONE]\n\n" % orjson.dumps(error)
-
 
 def event_stream(completion: bytes, asked: Asked) -> bytes:
     """The events of a stream: role, thoughts, content, each tool call, the end, and the usage if asked for. Clients

@@ -52,9 +52,6 @@ class Completions(Api):
         chunks = [response] + ([response | {"choices": [], "usage": usage}] if recorded.asked.usage else [])
         return b"".join(b"data: %b\n\n" % orjson.dumps(chunk) for chunk in chunks) + b"data: [DONE]\n\n"
 
-    def error_events(self, error: dict[str, Any]) -> bytes:
-        return b"data: %b\n\ndata: [DONE]\n\n" % orjson.dumps(error)
-
 
 def _prompt_ids(given: Fields) -> Ids:
     prompt = given.get("prompt")

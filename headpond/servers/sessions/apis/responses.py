@@ -178,10 +178,10 @@ def _add_item(assistant: AssistantParts, item: Fields, where: str) -> bool:
             texts = item.get("content") or item.get("summary") or []
             assistant.thoughts.append(text_of(texts, f"{where}.content", TEXT))
         case {"type": "function_call", "name": str(name), "arguments": str(arguments)}:
-            known = ToolName(name=name, namespace=_namespace(item, where))
+            known = ToolName(name=name, namespace=_string(item, "namespace", where))
             assistant.calls.append(tool_call(_call_id(item, where), known.function, arguments))
         case {"type": "custom_tool_call", "name": str(name), "input": str(text)}:
-            known = ToolName(name=name, namespace=_namespace(item, where))
+            known = ToolName(name=name, namespace=_string(item, "namespace", where))
             assistant.calls.append(tool_call(_call_id(item, where), known.function, dumped({CUSTOM_INPUT: text})))
         case {"role": "assistant", "content": str(text)}:
             assistant.texts.append(text)
@@ -206,18 +206,17 @@ def _other_messages(item: Fields, where: str) -> Iterator[Message]:
             raise unsupported(item, where)
 
 
+def _string(item: Fields, name: str, where: str) -> str | None:
+    value = item.get(name)
+    if not isinstance(value, str | None):
+        raise BadRequest(f"{where}.{name} must be a string")
+    return value
+
+
 def _call_id(item: Fields, where: str) -> str:
-    id = item.get("call_id")
-    if not isinstance(id, str):
+    if (id := _string(item, "call_id", where)) is None:
         raise BadRequest(f"{where}.call_id must be a string")
     return id
-
-
-def _namespace(item: Fields, where: str) -> str | None:
-    namespace = item.get("namespace")
-    if not isinstance(namespace, str | None):
-        raise BadRequest(f"{where}.namespace must be a string")
-    return namespace
 
 
 def _tools(given: object, context: Context, namespace: str | None = None) -> Iterator[dict[str, Any]]:
@@ -257,7 +256,7 @@ def _tool_choice(given: Fields) -> dict[str, Any]:
         case "auto" | "none" | "required" as choice:
             return {"tool_choice": choice} | parallel
         case {"type": "function" | "custom", "name": str(name), **rest}:
-            known = ToolName(name=name, namespace=_namespace(cast("Fields", rest), "tool_choice"))
+            known = ToolName(name=name, namespace=_string(cast("Fields", rest), "namespace", "tool_choice"))
             return {"tool_choice": {"type": "function", "function": {"name": known.function}}} | parallel
         case choice:
             raise BadRequest(f"tool_choice {choice!r} cannot be recorded: use auto, none, required or a function")

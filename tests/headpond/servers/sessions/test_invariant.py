@@ -50,7 +50,7 @@ async def sessions(directory: Path, upstream: str) -> AsyncIterator[tuple[Sessio
     own.lock()
     table = SessionTable(own, config, [])
     async with Backend.open(config.engine) as backend:
-        server = SessionServer(config, table, backend, LoopLag(process="test"))
+        server = SessionServer(config, table, backend, LoopLag(process="test"), renderer=None)
         async with listening(server.handle) as url:
             yield table, url
 
