@@ -30,8 +30,8 @@ def dashboard(
     from headpond.servers.dashboard.run_view import RunView
 
     runs = [RunView(directory, tokenizer, may_begin_later=wait) for directory in run_dirs]
-    settings = dashboard.Settings(host=host, port=port, secret=os.environ.get(SECRET) or None)
-    dashboard.serve(runs, settings, ready=lambda url: print(f"dashboard: {url}", flush=True))
+    secret = os.environ.get(SECRET) or None
+    dashboard.serve(runs, host=host, port=port, secret=secret, ready=lambda url: print(f"dashboard: {url}", flush=True))
 
 
 def report(

@@ -11,7 +11,6 @@ import secrets
 import socket
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,24 +51,18 @@ NUMBER_MOST = 1 << 53
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    host: str = "127.0.0.1"
-    port: int = 7788
-    secret: str | None = None
-    """required of every request if set"""
+def serve(
+    runs: list[RunView], *, host: str, port: int, secret: str | None, ready: Callable[[str], None] = lambda url: None
+) -> None:
+    """Serve until SIGINT or SIGTERM. Every request needs `secret` if there is one. `ready` is called with the URL."""
+    event_loop.run(_serve(runs, host, port, secret, ready), concurrency=CONCURRENCY)
 
 
-def serve(runs: list[RunView], settings: Settings, *, ready: Callable[[str], None] = lambda url: None) -> None:
-    """Serve until SIGINT or SIGTERM. `ready` is called with the URL."""
-    event_loop.run(_serve(runs, settings, ready), concurrency=CONCURRENCY)
-
-
-async def _serve(runs: list[RunView], settings: Settings, ready: Callable[[str], None]) -> None:
+async def _serve(runs: list[RunView], host: str, port: int, given: str | None, ready: Callable[[str], None]) -> None:
     stopping = event_loop.stop_requested()
-    secret = settings.secret or (None if is_loopback(settings.host) else secrets.token_urlsafe(24))
-    shown = "$DASHBOARD_SECRET" if settings.secret else secret  # what is printed may be kept in a log
-    listener = listening.bind(settings.host, settings.port)
+    secret = given or (None if is_loopback(host) else secrets.token_urlsafe(24))
+    shown = "$DASHBOARD_SECRET" if given else secret  # what is printed may be kept in a log
+    listener = listening.bind(host, port)
     runner = web.AppRunner(Dashboard(runs, secret).app(), access_log=None, shutdown_timeout=STOP_S)
     await runner.setup()
     try:
@@ -90,23 +83,29 @@ class Dashboard:
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._guarded])
-        get = app.router.add_get
-        get("/", self._index)
-        get("/static/{path:.+}", self._static)
-        get("/api/runs", self._list)
         run = "/api/runs/{run:[0-9]+}"
-        get(f"{run}/overview", self._json(lambda run, request: run.overview()))
-        get(f"{run}/why", self._json(lambda run, request: run.why()))
-        get(f"{run}/curves", self._json(lambda run, request: run.curves(_listed(request, "keys"))))
-        get(f"{run}/settings", self._json(lambda run, request: run.settings()))
-        get(f"{run}/waterfall", self._json(lambda run, request: run.waterfall()))
-        get(f"{run}/rollouts", self._json(_rollouts))
-        get(f"{run}/groups/{{id}}", self._json(lambda run, request: run.group(request.match_info["id"])))
         rollout = f"{run}/rollouts/{{id}}"
-        get(rollout, self._json(lambda run, request: run.rollout(request.match_info["id"])))
-        get(f"{rollout}/conversation", self._json(lambda run, request: run.conversation(request.match_info["id"])))
-        get(f"{rollout}/part", self._json(_part))
-        get(f"{rollout}/tokens", self._json(_tokens))
+        read = self._json
+        app.add_routes(
+            [
+                web.get("/", self._index),
+                web.get("/static/{path:.+}", self._static),
+                web.get("/api/runs", self._list),
+                web.get(f"{run}/overview", read(lambda run, request: run.overview())),
+                web.get(f"{run}/why", read(lambda run, request: run.why())),
+                web.get(f"{run}/curves", read(lambda run, request: run.curves(_listed(request, "keys")))),
+                web.get(f"{run}/settings", read(lambda run, request: run.settings())),
+                web.get(f"{run}/waterfall", read(lambda run, request: run.waterfall())),
+                web.get(f"{run}/rollouts", read(_rollouts)),
+                web.get(f"{run}/groups/{{id}}", read(lambda run, request: run.group(request.match_info["id"]))),
+                web.get(rollout, read(lambda run, request: run.rollout(request.match_info["id"]))),
+                web.get(
+                    f"{rollout}/conversation", read(lambda run, request: run.conversation(request.match_info["id"]))
+                ),
+                web.get(f"{rollout}/part", read(_part)),
+                web.get(f"{rollout}/tokens", read(_tokens)),
+            ]
+        )
         return app
 
     @web.middleware

@@ -38,7 +38,7 @@ FILE_NAME = "report.html"
 def write_report(run_dirs: list[Path], path: Path | None = None, *, tokenizer: str | None = None) -> Path:
     """Write the report of these runs, by default to report.html in the directory of the first."""
     runs = [RunView(directory, tokenizer) for directory in run_dirs]
-    target = path or runs[0].files.path / FILE_NAME
+    target = path or runs[0].path / FILE_NAME
     answers: dict[str, Any] = {"runs": {"runs": [run.summary() for run in runs]}}
     for number, run in enumerate(runs):
         answers |= {f"runs/{number}/{name}": answer for name, answer in _answers(run).items()}

@@ -44,66 +44,56 @@ CURVE_KEYS = ("reward_mean", "played_reward_mean", "completion_tokens/mean", "ro
 KEY = re.compile(r"[\w./:-]{1,200}")
 
 
-class RunFiles:
-    def __init__(self, directory: Path, *, may_begin_later: bool = False) -> None:
+class RunView:
+    def __init__(self, directory: Path, tokenizer: str | None = None, *, may_begin_later: bool = False) -> None:
         """RunError if it is not the directory of a run, unless the run may begin later."""
         self.path = directory.resolve()
         self.name = self.path.name
         self._may_begin_later = may_begin_later
         if not may_begin_later:
-            self.identity()
-
-    def identity(self) -> dict[str, Any]:
-        """The content of run.json, which a resumed run rewrites. NotFound for a run that has not begun."""
-        if self._may_begin_later and not (self.path / "run.json").exists():
-            raise NotFound(f"{self.path} has no run yet. This page shows it once `headpond run` has begun it")
-        return run_json.read(self.path)
-
-    @contextmanager
-    def ledger(self) -> Iterator[Connection]:
-        """The ledger of one moment. LedgerError if it cannot be read; it may be on another host."""
-        path = self.path / self.identity()["ledger"]
-        with schema.reading(path) as connection, queries.snapshot(connection):
-            yield connection
-
-    def store(self) -> Store:
-        return open_store(run_store_url(self.path, self.identity()["store"]))
-
-    def settings(self) -> dict[str, Any]:
-        """Dotted name -> value, without paths, addresses and secrets."""
-        identity = self.identity()
-        return identity.get("settings") or {}
-
-    def trainer(self) -> dict[str, Any]:
-        try:
-            return asdict(read_trainer(self.path))
-        except (BatchError, OSError) as error:
-            return {"error": str(error)}
-
-
-class RunView:
-    def __init__(self, directory: Path, tokenizer: str | None = None, *, may_begin_later: bool = False) -> None:
-        self.files = RunFiles(directory, may_begin_later=may_begin_later)
-        self._curves = Curves(self.files.path)
+            self._identity()
+        self._curves = Curves(self.path)
         self._waterfall = Waterfall()
         self._summing = threading.Lock()
         self._explaining = threading.Lock()
         self._explained_at, self._causes = -WHY_S, list[str]()
         self._tokenizer = tokenizer
 
+    def _identity(self) -> dict[str, Any]:
+        """The content of run.json, which a resumed run rewrites. NotFound for a run that has not begun."""
+        if self._may_begin_later and not (self.path / "run.json").exists():
+            raise NotFound(f"{self.path} has no run yet. This page shows it once `headpond run` has begun it")
+        return run_json.read(self.path)
+
+    @contextmanager
+    def _ledger(self) -> Iterator[Connection]:
+        """The ledger of one moment. LedgerError if it cannot be read; it may be on another host."""
+        path = self.path / self._identity()["ledger"]
+        with schema.reading(path) as connection, queries.snapshot(connection):
+            yield connection
+
+    def _store(self) -> Store:
+        return open_store(run_store_url(self.path, self._identity()["store"]))
+
+    def _trainer(self) -> dict[str, Any]:
+        try:
+            return asdict(read_trainer(self.path))
+        except (BatchError, OSError) as error:
+            return {"error": str(error)}
+
     @cached_property
     def _texts(self) -> TokenTexts | None:
-        return token_texts(self._tokenizer, self.files.settings())
+        return token_texts(self._tokenizer, self.settings()["settings"])
 
     def summary(self) -> dict[str, Any]:
-        status = last_status(self.files.path)
+        status = last_status(self.path)
         try:
-            run, state = self.files.identity()["run"], state_of(self.files.path, status)
+            run, state = self._identity()["run"], state_of(self.path, status)
         except NotFound:
             run, state = None, State.NOT_BEGUN
         return {
-            "name": self.files.name,
-            "path": str(self.files.path),
+            "name": self.name,
+            "path": str(self.path),
             "run": run,
             "state": state,
             "step": status.get("step"),
@@ -111,47 +101,45 @@ class RunView:
         }
 
     def overview(self) -> dict[str, Any]:
-        status = last_status(self.files.path)
-        state = state_of(self.files.path, status)
+        status = last_status(self.path)
+        state = state_of(self.path, status)
         self._curves.read()
         lags = dict(status.get("other_loops") or {})
         if "event_loop_lag" in status:
             lags = {"orchestrator": status["event_loop_lag"], **lags}
         return {
-            "name": self.files.name,
-            "run": self.files.identity()["run"],
+            "name": self.name,
+            "run": self._identity()["run"],
             "state": state,
             "status_age_s": status_age_s(status),
-            "waiting_for": status["waiting_for"]
-            if state is State.RUNNING
-            else why_idle(self.files.path, state, status),
+            "waiting_for": status["waiting_for"] if state is State.RUNNING else why_idle(self.path, state, status),
             "status": {key: status[key] for key in FROM_STATUS if key in status},
             "lags": lags,
             "last_steps": self._curves.last(STEPS_SHOWN),
-            "trainer": self.files.trainer(),
+            "trainer": self._trainer(),
             **self._counts(),
         }
 
     def why(self) -> dict[str, Any]:
         """What the run waits for. It may ask Redis and engines, so the last answer holds for some seconds."""
-        self.files.identity()
+        self._identity()
         with self._explaining:
             if time.monotonic() - self._explained_at > WHY_S:
-                state = state_of(self.files.path, last_status(self.files.path))
-                causes = [] if state is State.DONE else why(self.files.path)["causes"]
+                state = state_of(self.path, last_status(self.path))
+                causes = [] if state is State.DONE else why(self.path)["causes"]
                 self._causes, self._explained_at = causes, time.monotonic()
             return {"causes": self._causes}
 
     def _counts(self) -> dict[str, Any]:
         try:
-            with self.files.ledger() as connection:
+            with self._ledger() as connection:
                 return {
                     **queries.progress(connection),
                     "deaths": queries.dead_jobs(connection, limit=8),
                     "ledger_error": None,
                 }
         except LedgerError as error:
-            return {"rollouts": last_status(self.files.path).get("rollouts"), "deaths": [], "ledger_error": str(error)}
+            return {"rollouts": last_status(self.path).get("rollouts"), "deaths": [], "ledger_error": str(error)}
 
     def curves(self, keys: list[str]) -> dict[str, Any]:
         complete = self._curves.read()
@@ -159,30 +147,32 @@ class RunView:
         return {"complete": complete, "keys": self._curves.keys(), **self._curves.series(wanted)}
 
     def settings(self) -> dict[str, Any]:
-        return {"settings": self.files.settings(), "changed": self.files.identity().get("changed", [])}
+        """Dotted name -> value, without paths, addresses and secrets."""
+        identity = self._identity()
+        return {"settings": identity.get("settings") or {}, "changed": identity.get("changed", [])}
 
     def waterfall(self) -> dict[str, Any]:
-        with self._summing, self.files.ledger() as connection:
+        with self._summing, self._ledger() as connection:
             return self._waterfall.read(connection)
 
     def rollouts(self, wanted: pages.Filter, before: pages.Key | None, limit: int) -> dict[str, Any]:
-        with self.files.ledger() as connection:
+        with self._ledger() as connection:
             page = pages.rollouts_page(connection, wanted, before=before, limit=max(1, min(limit, PAGE_MOST)))
         return {"rows": page.rows, "next": str(page.next) if page.next else None}
 
     def group(self, group: str) -> dict[str, Any]:
         rows, _ = self._read_group(group)
-        with self.files.ledger() as connection:
+        with self._ledger() as connection:
             events = histories.group_events(connection, group)
         described = {"environment": rows[0]["environment"], "example": rows[0]["example"]}
         return {"group": group, **described, "rollouts": rows, "events": events}
 
     def _read_group(self, group: str) -> tuple[list[pages.Row], list[pages.Row]]:
         """Its rollouts with their errors and results, and its jobs."""
-        with self.files.ledger() as connection:
+        with self._ledger() as connection:
             rows, kept = pages.group_rows(connection, group), histories.kept_of_group(connection, group)
         if not rows:
-            raise NotFound(f"{self.files.name} has no group {group}")
+            raise NotFound(f"{self.name} has no group {group}")
         kept_of = {row["index"]: (kept.errors.get(row["index"]), kept.results.get(row["index"])) for row in rows}
         return [row | dict(zip(("error", "result"), kept_of[row["index"]], strict=True)) for row in rows], kept.jobs
 
@@ -192,11 +182,11 @@ class RunView:
         for row in rows:
             if row["index"] == index:
                 return row, jobs, len(rows)
-        raise NotFound(f"{self.files.name} has no rollout {rollout}")
+        raise NotFound(f"{self.name} has no rollout {rollout}")
 
     def rollout(self, rollout: str) -> dict[str, Any]:
         row, jobs, size = self._read_rollout(rollout)
-        with self.files.ledger() as connection:
+        with self._ledger() as connection:
             events = histories.group_events(connection, row["group"])
         own = [job for job in jobs if job["id"] == rollout or not RolloutId.match(job["id"])]
         events = [event for event in events if event["subject"] in (rollout, row["group"])]
@@ -204,7 +194,7 @@ class RunView:
 
     def _recorded(self, rollout: str) -> tuple[pages.Row, recording.Files, Manifest | None, Columns | None]:
         row, _, _ = self._read_rollout(rollout)
-        store = self.files.store()
+        store = self._store()
         manifest = recording.manifest_of(store, row["step"])
         files = recording.files_of(row["result"], manifest, rollout)
         return row, files, manifest, recording.opened(store, files)
@@ -226,8 +216,8 @@ class RunView:
         row, files, manifest, columns = self._recorded(rollout)
         if columns is None:
             return {"kept": False, "why": _why_deleted(row)}
-        store, extra = self.files.store(), {}
-        extra |= recording.of_batch(self.files.path, store, manifest, rollout, columns)
+        store, extra = self._store(), {}
+        extra |= recording.of_batch(self.path, store, manifest, rollout, columns)
         extra |= recording.routed(store, files, columns.input_ids.size)
         page = recording.token_page(columns, start, count, texts=self._texts, extra=extra)
         return {"kept": True, "advantage": row["advantage"], "logprobs_mode": columns.logprobs_mode, **page}
