@@ -54,16 +54,15 @@ def _run(config: Path, *, limit_s: float | None, keep: bool, as_json: bool) -> N
     from headpond import config as configuration
     from headpond.commands.demo_summary import collect, reward_facts, summary_facts
     from headpond.commands.interrupts import Interrupts
-    from headpond.commands.launcher.local_run import LocalRun, Options
+    from headpond.commands.launcher.local_run import LocalRun
     from headpond.processes.privacy import inherited_variables
 
     settings = configuration.load(config, environ={})
-    options = Options(
-        config=config, settings=settings, environment=inherited_variables() | ONE_THREAD, failures_most=1,
+    interrupts = Interrupts()
+    run = LocalRun(
+        settings, interrupts, config=config, environment=inherited_variables() | ONE_THREAD, failures_most=1,
         limit_s=limit_s, keep_redis=keep,
     )  # fmt: skip
-    interrupts = Interrupts()
-    run = LocalRun(options, interrupts)
     started = time.monotonic()
     with showing_run(as_json=as_json, more_facts=lambda: [*run.facts, *reward_facts(settings)]) as on_status:
         run.run(on_status)

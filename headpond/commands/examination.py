@@ -1,6 +1,6 @@
 """What `headpond doctor` finds: of the engine, and of everything else that a run needs."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import cast
 
 import redis
@@ -26,22 +26,18 @@ WORKERS_SHOWN = 8
 async def examine(config: RunConfig, *, surroundings: bool, show: bool) -> list[Finding]:
     """`surroundings`: whether more than the engine is examined. `show`: print each finding at once."""
     findings: list[Finding] = []
-    async for finding in _found(config, surroundings=surroundings):
+
+    def add(finding: Finding) -> None:
         findings.append(finding)
         if show:
             print_facts(_facts(finding))
-    return findings
 
-
-async def _found(config: RunConfig, *, surroundings: bool) -> AsyncIterator[Finding]:
     async for finding in Examination(config).findings():
-        yield finding
-    if surroundings:
-        yield await in_io_thread(_store, config)
-        yield await in_io_thread(_rules, config)
-        yield await in_io_thread(_environments, config)
-        for finding in await in_io_thread(_redis, config):
-            yield finding
+        add(finding)
+    for check in (_store, _rules, _environments, _redis) if surroundings else ():
+        for finding in await in_io_thread(check, config):
+            add(finding)
+    return findings
 
 
 def _facts(finding: Finding) -> Iterator[Fact]:
@@ -52,36 +48,36 @@ def _facts(finding: Finding) -> Iterator[Fact]:
         yield Fact("", f"-> {finding.fix}", alarm=alarm)
 
 
-def _store(config: RunConfig) -> Finding:
+def _store(config: RunConfig) -> list[Finding]:
     url = config.store_url
     if config.store is None and not config.run_dir.exists():
-        return ok("store", f"will be made in {config.run_dir}")
+        return [ok("store", f"will be made in {config.run_dir}")]
     try:
         open_store(url).check()
     except (HeadpondError, OSError) as error:
-        return wrong("store", f"{url} cannot be written: {error}", "repair it, or set store")
-    return ok("store", f"{url} can be written")
+        return [wrong("store", f"{url} cannot be written: {error}", "repair it, or set store")]
+    return [ok("store", f"{url} can be written")]
 
 
-def _rules(config: RunConfig) -> Finding:
+def _rules(config: RunConfig) -> list[Finding]:
     try:
         check_rules(config)
     except ConfigError as error:
-        return wrong("rules", str(error))
-    return ok("rules", f"advantages.estimator = {config.advantages.estimator!r} and the filters can be loaded")
+        return [wrong("rules", str(error))]
+    return [ok("rules", f"advantages.estimator = {config.advantages.estimator!r} and the filters can be loaded")]
 
 
-def _environments(config: RunConfig) -> Finding:
+def _environments(config: RunConfig) -> list[Finding]:
     if not config.environments:
-        return wrong("plays", "no environment is configured", 'add [environments.NAME] with use = "module:Class"')
+        return [wrong("plays", "no environment is configured", 'add [environments.NAME] with use = "module:Class"')]
     try:
         loaded = load_environments(config.environments, config.place_of)
         if config.evaluation:
             loaded |= load_environments(config.evaluation, config.place_of, section="evaluation")
     except ConfigError as error:
-        return wrong("plays", str(error))
+        return [wrong("plays", str(error))]
     sizes = ", ".join(f"{name} ({each.size:,} examples)" for name, each in loaded.items())
-    return ok("plays", f"{sizes}; `headpond try` plays some of them")
+    return [ok("plays", f"{sizes}; `headpond try` plays some of them")]
 
 
 def _redis(config: RunConfig) -> list[Finding]:

@@ -9,6 +9,7 @@ import numpy as np
 from headpond.store.columns import Columns
 
 THOUGHTS = ("reasoning_content", "reasoning")
+MARKS = {"thoughts": "> ", "text": "", "call": "-> "}
 
 
 def transcript(columns: Columns, *, title: str) -> str:
@@ -52,15 +53,19 @@ def _turn(columns: Columns, turn: int) -> str:
 def _message(message: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield f"### {message.get('role', 'message')}"
-    for name in THOUGHTS:
-        if thought := message.get(name):
-            yield from (f"> {line}" for line in str(thought).splitlines())
-            break
+    for kind, text in message_parts(message):
+        yield from (MARKS[kind] + line for line in (text.splitlines() if kind == "thoughts" else [text]))
+
+
+def message_parts(message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The thoughts, the text and the calls of a message, each with its kind."""
+    if thoughts := next(filter(None, map(message.get, THOUGHTS)), None):
+        yield "thoughts", str(thoughts)
     if content := message.get("content"):
-        yield content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+        yield "text", content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
     for call in message.get("tool_calls") or ():
         function = call.get("function") or {}
-        yield f"-> {function.get('name')}({function.get('arguments')})"
+        yield "call", f"{function.get('name')}({function.get('arguments')})"
 
 
 def _numbers(turns: list[int]) -> str:

@@ -15,6 +15,7 @@ import orjson
 from headpond.commands import facts
 from headpond.commands.facts import Fact
 from headpond.commands.output import print_facts
+from headpond.commands.transcript import message_parts
 from headpond.config import RunConfig
 from headpond.engines.replicas.control import UNREACHABLE, EngineControl, WeightLabel
 from headpond.environments.loading import BUILT_INS, LoadedEnvironment, runs_own_agent
@@ -31,6 +32,7 @@ from headpond.tasks.stages.play import PlayMessage, play_in
 AT_ONCE = 8  # rollouts: enough to keep a small engine busy, few enough to read
 SHOWN_CHARACTERS = 2000  # of one message; --json has all of it
 SHOWN_IDS = 8
+MARKS = {"thoughts": "(thinks) ", "text": "", "call": "calls "}
 RUN = "0" * 12
 """Name of the run, unless the engine has weights that a run has loaded: replicas serve that run only."""
 
@@ -134,40 +136,33 @@ def _weight_facts(weights: Mapping[str, WeightLabel]) -> Iterator[Fact]:
         yield Fact("weights", f"{url} has {named}")
 
 
-class Overheard:
-    """A policy that notes each request with its completion, so that a failed rollout can be shown."""
+class Wrapped:
+    """An object with some of its methods replaced."""
 
-    def __init__(self, policy: Any, heard: list[list[dict[str, Any]]]) -> None:
-        self._policy = policy
-        self._heard = heard
-
-    async def chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> Any:
-        self._heard.append(list(messages))
-        completion = await self._policy.chat(messages, **options)
-        self._heard[-1].append(completion.message)
-        return completion
+    def __init__(self, inner: Any, **methods: Any) -> None:
+        self._inner = inner
+        vars(self).update(methods)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._policy, name)
-
-
-class OverheardEnvironment:
-    def __init__(self, environment: Any, heard: list[list[dict[str, Any]]]) -> None:
-        self._environment = environment
-        self._heard = heard
-
-    async def rollout(self, example: Any, policy: Any) -> Any:
-        return await self._environment.rollout(example, Overheard(policy, self._heard))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._environment, name)
+        return getattr(self._inner, name)
 
 
 def _overheard(loaded: LoadedEnvironment, heard: list[list[dict[str, Any]]]) -> LoadedEnvironment:
-    """An agent of its own is not overheard: its policy is a URL."""
+    """Note each request with its completion, so that a failed rollout can be shown. An external agent's policy is a
+    URL, so nothing is noted."""
     if loaded.external_agent:
         return loaded
-    return replace(loaded, environment=OverheardEnvironment(loaded.environment, heard))
+
+    async def rollout(example: Any, policy: Any) -> Any:
+        async def chat(messages: Sequence[dict[str, Any]], **options: Any) -> Any:
+            heard.append(list(messages))
+            completion = await policy.chat(messages, **options)
+            heard[-1].append(completion.message)
+            return completion
+
+        return await loaded.environment.rollout(example, Wrapped(policy, chat=chat))
+
+    return replace(loaded, environment=Wrapped(loaded.environment, rollout=rollout))
 
 
 def chosen(settings: RunConfig, wanted: Sequence[str]) -> list[str]:
@@ -249,15 +244,8 @@ def _rollout_facts(rollout: TriedRollout) -> Iterator[Fact]:
 
 
 def _message_facts(message: dict[str, Any]) -> Iterator[Fact]:
-    thoughts = message.get("reasoning_content") or message.get("reasoning")
-    if thoughts:
-        yield Fact(f"{message['role']}", f"(thinks) {_shortened(str(thoughts))}")
-    content = message.get("content")
-    if content or not (thoughts or message.get("tool_calls")):
-        yield Fact(message["role"], _shortened(content if isinstance(content, str) else str(content or "(no content)")))
-    for call in message.get("tool_calls") or []:
-        function = call.get("function", {})
-        yield Fact(message["role"], f"calls {function.get('name')}({_shortened(str(function.get('arguments')))})")
+    for kind, text in list(message_parts(message)) or [("text", "(no content)")]:
+        yield Fact(message["role"], MARKS[kind] + _shortened(text))
 
 
 def _shortened(text: str) -> str:

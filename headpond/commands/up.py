@@ -38,7 +38,7 @@ def up(
 
     settings = configuration.load(config, flags={"run_dir": run_dir, "steps": steps})
     from headpond.commands.interrupts import Interrupts
-    from headpond.commands.launcher.local_run import LocalRun, Options
+    from headpond.commands.launcher.local_run import LocalRun
     from headpond.inspection import run_json
 
     if (settings.run_dir / "run.json").exists():
@@ -47,8 +47,7 @@ def up(
         config = Path(os.environ[CONFIG_VARIABLE])
     environment = {**os.environ, **({"HEADPOND_STEPS": str(steps)} if steps else {})}
     settings = settings.model_copy(update={"run_dir": settings.run_dir.resolve()})
-    options = Options(config=config, settings=settings, environment=environment, workers=workers, joined=join)
-    run = LocalRun(options, Interrupts())
+    run = LocalRun(settings, Interrupts(), config=config, environment=environment, workers=workers, joined=join)
     with showing_run(as_json=as_json, more_facts=lambda: run.facts) as on_status:
         run.run(on_status)
     if run.status:

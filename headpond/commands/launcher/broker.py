@@ -30,10 +30,6 @@ class RunBroker:
         self.url = ""
         self.restarts = 0
 
-    @property
-    def pid(self) -> int | None:
-        return self._embedded.pid if self._embedded else None
-
     def start(self) -> None:
         if self._joined or "redis_url" in self._settings.model_fields_set:
             self.url = _reachable(with_password(self._joined or self._settings.redis_url))
@@ -62,7 +58,7 @@ class RunBroker:
             self._embedded.stop()
 
     def __str__(self) -> str:
-        return f"{address(self.url)}{f' (process {self.pid})' if self._embedded else ''}"
+        return f"{address(self.url)}{f' (process {self._embedded.pid})' if self._embedded else ''}"
 
 
 def with_password(url: str) -> str:

@@ -9,7 +9,6 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -37,39 +36,36 @@ ALONE_S = 300.0  # after which workers that have joined a run and see no orchest
 DONE = "done"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    config: Path | None
-    settings: RunConfig
-    environment: Mapping[str, str]
-    """of every process"""
-    workers: int = 1
-    """rollout workers"""
-    joined: str | None = None
-    """address of the run's Redis on another host"""
-    failures_most: int = FAILURES_MOST
-    """ends of one process in a row that end the run"""
-    limit_s: float | None = None
-    """seconds after which the run is drained, as by Ctrl-C"""
-    keep_redis: bool = False
-    """whether the files of Redis outlive a run that is done"""
-
-    @property
-    def run_dir(self) -> Path:
-        return self.settings.run_dir
-
-
 class LocalRun:
-    def __init__(self, options: Options, interrupts: Interrupts) -> None:
-        self._options = options
+    def __init__(
+        self,
+        settings: RunConfig,
+        interrupts: Interrupts,
+        *,
+        config: Path | None,
+        environment: Mapping[str, str],
+        workers: int = 1,
+        joined: str | None = None,
+        failures_most: int = FAILURES_MOST,
+        limit_s: float | None = None,
+        keep_redis: bool = False,
+    ) -> None:
+        """Prepare the processes. `environment` is that of all, `workers` counts rollout workers, `joined` is the
+        address of the run's Redis on another host. After `failures_most` ends of one process in a row the run ends,
+        after `limit_s` it is drained. `keep_redis` keeps the files of Redis of a run that is done."""
+        self._settings = settings
         self._interrupts = interrupts
-        self._settings = options.settings
-        self._broker = RunBroker(options.settings, joined=options.joined)
-        self._logs = options.run_dir / "logs"
-        self._supervisor = Supervisor(
-            self._logs, _environment(options), Path.cwd(), failures_most=options.failures_most
-        )
-        self._facts: list[Fact] = [Fact("starting", "redis")]
+        self._workers = workers
+        self._joined = joined
+        self._limit_s = limit_s
+        self._keep_redis = keep_redis
+        self._run_dir = settings.run_dir
+        self._broker = RunBroker(settings, joined=joined)
+        self._logs = settings.run_dir / "logs"
+        variables = _variables(config, settings.run_dir, environment)
+        self._supervisor = Supervisor(self._logs, variables, Path.cwd(), failures_most=failures_most)
+        self.facts: list[Fact] = [Fact("starting", "redis")]
+        """state of the processes, which the status lacks. Read by the thread that draws."""
         self._hurried = False
         self._started_at = self._logged_at = self._seen_at = self._looked_at = time.monotonic()
         self._began_at = time.time()
@@ -80,11 +76,6 @@ class LocalRun:
         """why the run was drained before its last step"""
 
     @property
-    def facts(self) -> list[Fact]:
-        """State of the processes, which the status lacks. Read by the thread that draws."""
-        return self._facts
-
-    @property
     def restarts(self) -> dict[str, int]:
         """process -> how often it was started again"""
         restarts = {name: child.restarts for name, child in self._supervisor.parts.items()}
@@ -92,9 +83,9 @@ class LocalRun:
 
     def run(self, on_status: StatusCallback) -> None:
         """Run until the run is done, or stopped. Every process has ended on return."""
-        with explained(self._options.run_dir):
+        with explained(self._run_dir):
             self._logs.mkdir(parents=True, exist_ok=True)
-        with locked(self._options.run_dir / up_file.LOCK):
+        with locked(self._run_dir / up_file.LOCK):
             try:
                 self._drive(on_status)
                 self._supervisor.stop(within_s=STOP_S, at_once=lambda: self._interrupts.twice)
@@ -103,8 +94,8 @@ class LocalRun:
                 self._broker.stop()
         self.status = self._read_status() or self.status
         self._raise_refusal()
-        if self._is_done() and not (self._options.joined or self._options.keep_redis):
-            shutil.rmtree(self._options.run_dir / "redis", ignore_errors=True)
+        if self._is_done() and not (self._joined or self._keep_redis):
+            shutil.rmtree(self._run_dir / "redis", ignore_errors=True)
 
     def _drive(self, on_status: StatusCallback) -> None:
         self._broker.start()
@@ -124,7 +115,7 @@ class LocalRun:
 
     def _start_in_order(self) -> Iterator[None]:
         """Start what others need first. Yields while it waits."""
-        settings, supervisor, joined = self._settings, self._supervisor, self._options.joined
+        settings, supervisor, joined = self._settings, self._supervisor, self._joined
         if settings.engine.command and not joined:
             port = free_port() if parts.PORT in settings.engine.command else None
             url = f"http://127.0.0.1:{port}" if port else settings.engine.urls[0]
@@ -138,7 +129,7 @@ class LocalRun:
             supervisor.add_variables(HEADPOND_SESSIONS__URLS=f"http://127.0.0.1:{port}")
         if not joined:
             supervisor.start(parts.orchestrator(lambda since: bool(self._read_status(since))))
-        for worker in parts.workers(settings, self._options.workers, os.cpu_count() or 1):
+        for worker in parts.workers(settings, self._workers, os.cpu_count() or 1):
             supervisor.start(worker)
         if joined:
             return
@@ -146,18 +137,18 @@ class LocalRun:
             while self._has_an_earlier_end():
                 yield
             supervisor.start(parts.trainer(settings))
-        port = kept_port(self._options.run_dir / "dashboard.port")
+        port = kept_port(self._run_dir / "dashboard.port")
         self._dashboard = f"http://127.0.0.1:{port}"
         while not supervisor.ready("orchestrator"):  # it has written the files that the dashboard reads
             yield
-        supervisor.start(parts.dashboard(str(self._options.run_dir), port))
+        supervisor.start(parts.dashboard(str(self._run_dir), port))
 
     def _is_done(self) -> bool:
         return self._read_status().get("phase") == DONE
 
     def _is_over(self) -> bool:
         supervisor = self._supervisor
-        if self._options.joined:
+        if self._joined:
             workers_ended = all(child.process.ended for child in supervisor.parts.values() if child.part.stop_at_once)
             return (bool(self.stopped_by) and workers_ended) or self._is_alone()
         if "orchestrator" not in supervisor.parts:
@@ -170,7 +161,7 @@ class LocalRun:
 
     def _has_an_earlier_end(self) -> bool:
         """Whether a trainer would read that the run has ended, before the orchestrator goes on with more steps."""
-        written = read_status(self._options.run_dir)
+        written = read_status(self._run_dir)
         return written is not None and written.ended and not self._supervisor.over("orchestrator")
 
     def _is_alone(self) -> bool:
@@ -185,8 +176,8 @@ class LocalRun:
         return alone
 
     def _drain_if_due(self) -> None:
-        limit_s = self._options.limit_s
-        late = limit_s is not None and time.monotonic() - self._started_at > limit_s and not self._is_done()
+        running_s = time.monotonic() - self._started_at
+        late = self._limit_s is not None and running_s > self._limit_s and not self._is_done()
         due = self._interrupts.why or ("stopped by its time limit" if late else "")
         if due and not self.stopped_by:
             self.stopped_by, self._supervisor.stopping = due, True
@@ -203,7 +194,7 @@ class LocalRun:
 
     def _signal_first(self, to_workers: signal.Signals) -> None:
         """Signal what finishes running jobs: the orchestrator, for which the workers stay, or joined workers."""
-        if not self._options.joined:
+        if not self._joined:
             self._supervisor.signal("orchestrator")
             return
         for name, child in self._supervisor.parts.items():
@@ -211,7 +202,7 @@ class LocalRun:
                 self._supervisor.signal(name, to_workers)
 
     def _show(self, on_status: StatusCallback) -> None:
-        self._facts = list(self._current_facts())
+        self.facts = list(self._current_facts())
         if self._supervisor.ready("orchestrator") and (status := self._read_status()):
             self.status = status
             on_status(status)
@@ -235,7 +226,7 @@ class LocalRun:
         ]  # fmt: skip
         if ends != self._written_ends:
             with contextlib.suppress(OSError):  # a full disk: tried again at the next look
-                up_file.write(self._options.run_dir, ends)
+                up_file.write(self._run_dir, ends)
                 self._written_ends = ends
 
     def _current_facts(self) -> Iterator[Fact]:
@@ -256,7 +247,7 @@ class LocalRun:
     def _read_status(self, since: float | None = None) -> dict[str, Any]:
         """The status that was written since then, or since this run began; empty before."""
         try:
-            status = json.loads((self._options.run_dir / "status.json").read_bytes())
+            status = json.loads((self._run_dir / "status.json").read_bytes())
         except (OSError, ValueError):
             return {}
         return status if status["at"] >= (since or self._began_at) else {}
@@ -271,12 +262,12 @@ class LocalRun:
         raise RunError(errors[-1] if errors else orchestrator.process.end_of_log)
 
 
-def _environment(options: Options) -> dict[str, str]:
-    paths = [*module_directories(options.config), options.environment.get("PYTHONPATH", "")]
+def _variables(config: Path | None, run_dir: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    paths = [*module_directories(config), environment.get("PYTHONPATH", "")]
     variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
-    if options.config:
-        variables["HEADPOND_CONFIG"] = str(options.config.resolve())
-    return {**options.environment, **variables, "HEADPOND_RUN_DIR": str(options.run_dir.resolve())}
+    if config:
+        variables["HEADPOND_CONFIG"] = str(config.resolve())
+    return {**environment, **variables, "HEADPOND_RUN_DIR": str(run_dir.resolve())}
 
 
 @contextlib.contextmanager

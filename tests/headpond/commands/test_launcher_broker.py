@@ -69,8 +69,8 @@ def test_an_own_server_is_started_in_the_run_directory_and_again_when_it_dies(tm
         assert (tmp_path / "redis").is_dir()
         assert (broker.check(), broker.restarts) == (False, 0)
         occupy(broker.url.rpartition("/")[0], 0)
-        assert broker.pid
-        os.kill(broker.pid, signal.SIGKILL)
+        with redis.Redis.from_url(broker.url) as client:
+            os.kill(client.info("server")["process_id"], signal.SIGKILL)
         wait_until(broker.check, what="its end")
         assert broker.restarts == 1
         with redis.Redis.from_url(broker.url) as client:
