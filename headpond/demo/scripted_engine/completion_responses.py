@@ -3,7 +3,7 @@
 A body is a list of parts, mostly views of bytes that exist already; nothing large goes through a JSON encoder.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -12,10 +12,9 @@ import numpy as np
 import orjson
 
 from headpond.demo.scripted_engine.completion_requests import CompletionRequest
-from headpond.demo.scripted_engine.expert_table import Part, RoutedExperts
-from headpond.demo.scripted_engine.generation import LOGPROB_LEVELS, Generation
+from headpond.demo.scripted_engine.expert_table import Part
+from headpond.demo.scripted_engine.generation import LOGPROB_LEVELS, Generation, Sampled
 from headpond.demo.scripted_engine.options import ExpertForm
-from headpond.demo.scripted_engine.served_weights import TokenSpan
 from headpond.renderers.bytes_chatml import MESSAGE_END, MESSAGE_START, VOCABULARY
 from headpond.turn import Ids, ids_text
 
@@ -32,11 +31,12 @@ class ResponseContent:
     """What a body is made of."""
 
     request: CompletionRequest
-    generation: Generation
+    sampled: Sampled
     model: str
-    spans: Sequence[TokenSpan]
-    """which weights sampled which tokens"""
-    experts: RoutedExperts | None
+
+    @property
+    def generation(self) -> Generation:
+        return self.sampled.generation
 
     @property
     def name(self) -> str:
@@ -139,11 +139,13 @@ def generate_body(content: ResponseContent) -> list[Part]:
 
 
 def _label(content: ResponseContent) -> bytes:
-    return orjson.dumps(content.spans[-1].state.label)
+    return orjson.dumps(content.sampled.spans[-1].state.label)
 
 
 def _weight_versions(content: ResponseContent) -> bytes:
-    return orjson.dumps([{"version": span.state.label, "start": span.start, "end": span.end} for span in content.spans])
+    return orjson.dumps(
+        [{"version": span.state.label, "start": span.start, "end": span.end} for span in content.sampled.spans]
+    )
 
 
 def _ids(ids: Ids) -> bytes:
@@ -162,10 +164,13 @@ def _tool_calls(generation: Generation) -> list[Json]:
 
 
 def _routed_experts(content: ResponseContent, default: ExpertForm) -> list[Part]:
-    if content.experts is None or not content.request.routed_experts:
+    if content.sampled.experts is None or not content.request.routed_experts:
         return []
-    form = content.experts.form or default
-    return [b',"routed_experts":', *content.experts.encoded(form, content.sequence, content.request.experts_from)]
+    form = content.sampled.experts.form or default
+    return [
+        b',"routed_experts":',
+        *content.sampled.experts.encoded(form, content.sequence, content.request.experts_from),
+    ]
 
 
 Token = Callable[[int, str, float], Any]

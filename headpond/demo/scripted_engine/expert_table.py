@@ -7,7 +7,7 @@ as in a prefix cache: a token's row is the same in every response, and diverging
 import io
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pybase64
@@ -25,19 +25,6 @@ BLOCK = 192
 """Tokens. Smaller blocks separate sequences sooner, larger ones make fewer parts: 14 for a body of 1.3 MB."""
 TABLE_ROWS = 4096
 """1.5 MB with 48 layers x top-8: fits the processor's cache."""
-
-
-class RoutedExperts(Protocol):
-    """Of one sequence, or of any."""
-
-    @property
-    def form(self) -> ExpertForm | None:
-        """None: that of the dialect."""
-        ...
-
-    def encoded(self, form: ExpertForm, ids: Ids, first: int = 0) -> list[Part]:
-        """The rows of `ids` from `first` on, without the last one, as JSON."""
-        ...
 
 
 class ExpertTable:
@@ -92,6 +79,9 @@ class SampledRows:
             case "object":
                 kind = _object_kind(rows.shape, first, rows.dtype)
                 return [b'{"data":"', pybase64.b64encode(rows.tobytes()), kind]
+
+
+RoutedExperts = ExpertTable | SampledRows
 
 
 def _npy_header(like: NDArray[Any], rows: int) -> bytes:

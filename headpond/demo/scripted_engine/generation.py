@@ -1,13 +1,12 @@
 """Generated tokens: a pure function of the prompt's tokens, the request's seed, the weights' version and the engine's
 settings.
 
-`Sampler` is the server's interface to completions; `ScriptedSampler` has no model. A prompt that ends in the middle of
+`ScriptedSampler` has no model; `model_sampler.ModelSampler` has one. A prompt that ends in the middle of
 an answer is continued: an answer in parts has the same tokens as one in a piece.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -182,12 +181,6 @@ class Sampled:
     spans: Sequence[TokenSpan]
     """which weights sampled which tokens"""
     experts: RoutedExperts | None
-
-
-class Sampler(Protocol):
-    async def sample(self, request: CompletionRequest, draws: Draws, flight: Flight, alter: Alter) -> Sampled:
-        """Until the completion has ended, or its flight was aborted."""
-        ...
 
 
 class ScriptedSampler:

@@ -22,7 +22,7 @@ from headpond.demo.scripted_engine.completion_responses import (
 from headpond.demo.scripted_engine.control_endpoints import ControlEndpoints
 from headpond.demo.scripted_engine.draws import Draws
 from headpond.demo.scripted_engine.expert_table import Part
-from headpond.demo.scripted_engine.generation import Generation, Sampler, ScriptedSampler, draws_of, room_for
+from headpond.demo.scripted_engine.generation import Generation, ScriptedSampler, draws_of, room_for
 from headpond.demo.scripted_engine.model_sampler import ModelSampler
 from headpond.demo.scripted_engine.options import EngineSettings, FailureRates
 from headpond.demo.scripted_engine.served_weights import Weights
@@ -54,7 +54,7 @@ class Engine:
         self._settings = settings
         if settings.model:
             self._weights = Weights(initial_weights(settings.seed))
-            self._sampler: Sampler = ModelSampler(settings, self._weights)
+            self._sampler: ModelSampler | ScriptedSampler = ModelSampler(settings, self._weights)
         else:
             self._weights = Weights()
             self._sampler = ScriptedSampler(settings, self._weights)
@@ -62,12 +62,16 @@ class Engine:
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_REQUEST_BYTES, middlewares=[_errors_as_json])
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/v1/models", self._models)
-        if self._settings.dev_mode:
-            app.router.add_routes(ControlEndpoints(self._weights, self._settings.dialect).routes())
-        app.router.add_post(Vllm.endpoint, self._chat)
-        app.router.add_post(Generate.endpoint, self._generate)
+        control = ControlEndpoints(self._weights, self._settings.dialect).routes() if self._settings.dev_mode else []
+        app.add_routes(
+            [
+                web.get("/health", self._health),
+                web.get("/v1/models", self._models),
+                web.post(Vllm.endpoint, self._chat),
+                web.post(Generate.endpoint, self._generate),
+                *control,
+            ]
+        )
         return app
 
     async def _health(self, _: web.Request) -> web.Response:
@@ -106,15 +110,15 @@ class Engine:
             sampled = await self._sampler.sample(completion, draws, flight, alter)
         finally:
             self._weights.end(flight)
+        if failure == "no_experts":
+            sampled = replace(sampled, experts=None)
         if failure == "error":
             return _error(500, "failure injected by --failures")
         parts = body(
             ResponseContent(
                 request=completion,
-                generation=sampled.generation,
+                sampled=sampled,
                 model=completion.model or self._settings.served_model_name,
-                spans=sampled.spans,
-                experts=None if failure == "no_experts" else sampled.experts,
             )
         )
         if failure == "malformed":
