@@ -1,7 +1,6 @@
 """The examination of an engine: the quick part of every start, and all of it for `headpond doctor`."""
 
 import asyncio
-import contextlib
 import json
 import statistics
 import time
@@ -49,7 +48,7 @@ async def quick(stage: RolloutStage) -> list[Finding]:
         raise EngineUnreachable(unreachable[0])
     recorded = await probes.record(stage, probes.draws)
     checks = [probes.check_logprobs_mode(recorded.columns, settings.logprobs_mode, stated)]
-    if found := problems([*checks, *probes.check_routes(recorded, stage)]):
+    if found := problems([*checks, probes.check_routes(recorded, stage)]):
         raise StageError(found[0].sentence)
     try:
         await probes.record(stage, probes.call_with_tools)
@@ -77,7 +76,7 @@ class Examination:
 
     async def findings(self) -> AsyncIterator[Finding]:
         for url in self.config.engine.urls:
-            async for finding in self._server(url):
+            for finding in await self._server(url):
                 yield finding
         if not self.facts:
             return
@@ -86,43 +85,33 @@ class Examination:
         reached = self.config.engine.model_copy(update=update)
         if sampling := probes.check_sampling(self.config.policy, self.config.engine):
             yield sampling
-        async with self._stage(self.config.model_copy(update={"engine": reached})) as stage:
-            if isinstance(stage, Finding):
-                yield stage
-                return
+        try:
+            dialect = await open_dialect(self.config.model_copy(update={"engine": reached}))
+        except ConfigError as error:
+            yield wrong("dialect", str(error))
+            return
+        async with EngineClient.open(reached) as client:
+            store, policy = open_store(probes.STORE), self.config.policy
+            stage = RolloutStage(client=client, store=store, settings=policy, dialect=dialect)
             async for finding in self._recorded(stage):
                 yield finding
 
-    async def _server(self, url: str) -> AsyncIterator[Finding]:
+    async def _server(self, url: str) -> list[Finding]:
         engine = self.config.engine
         try:
             facts = await read_facts(engine, url)
         except EngineUnreachable as error:
-            yield wrong("server", str(error))
-            return
+            return [wrong("server", str(error))]
         self.facts.append(facts)
-        for finding in [
+        flags = ", ".join(f"{name} {value}" for name, value in sorted(facts.flags.items()))
+        return [
             *check_kind(facts, engine),
             check_model(facts, engine),
             *check_length(facts, engine, self.config.policy.max_seq_len),
             *check_shape(facts, engine),
-        ]:
-            yield finding
-        if facts.flags:
-            yield ok("flags", ", ".join(f"{name} {value}" for name, value in sorted(facts.flags.items())))
-        for finding in check_control(facts, engine):
-            yield finding
-
-    @contextlib.asynccontextmanager
-    async def _stage(self, config: RunConfig) -> AsyncIterator[RolloutStage | Finding]:
-        try:
-            dialect = await open_dialect(config)
-        except ConfigError as error:
-            yield wrong("dialect", str(error))
-            return
-        async with EngineClient.open(config.engine) as client:
-            store = open_store(probes.STORE)
-            yield RolloutStage(client=client, store=store, settings=config.policy, dialect=dialect)
+            *([ok("flags", flags)] if flags else []),
+            *check_control(facts, engine),
+        ]
 
     async def _recorded(self, stage: RolloutStage) -> AsyncIterator[Finding]:
         try:
@@ -134,12 +123,10 @@ class Examination:
         self.routes, self.mode = drawn.routes, probes.logprobs_mode(drawn.columns) or next(iter(stated), None)
         yield ok("tokens", "ids and logprobs of every sampled token are recorded")
         yield probes.check_logprobs_mode(drawn.columns, stage.client.settings.logprobs_mode, stated)
-        for finding in probes.check_routes(drawn, stage):
-            yield finding
+        yield probes.check_routes(drawn, stage)
         async for finding in self._turns(stage):
             yield finding
-        async for finding in self._speed(stage):
-            yield finding
+        yield await self._speed(stage)
 
     async def _turns(self, stage: RolloutStage) -> AsyncIterator[Finding]:
         try:
@@ -154,19 +141,18 @@ class Examination:
                 return
         yield probes.check_turns(recorded)
 
-    async def _speed(self, stage: RolloutStage) -> AsyncIterator[Finding]:
+    async def _speed(self, stage: RolloutStage) -> Finding:
         try:
             single = [await probes.record(stage, probes.short) for _ in range(LATENCIES)]
             started = time.monotonic()
             many = await asyncio.gather(*(probes.record(stage, probes.short) for _ in range(AT_ONCE)))
         except HeadpondError as error:
-            yield wrong("speed", f"{AT_ONCE} requests at once fail: {error}")
-            return
+            return wrong("speed", f"{AT_ONCE} requests at once fail: {error}")
         passed = time.monotonic() - started
         latency = statistics.median(each.seconds for each in single)
         tokens = sum(map(probes.sampled, many)) / passed
         text = f"{latency:.2f} s for a completion of {probes.sampled(single[0])} tokens"
-        yield ok("speed", f"{text}; {AT_ONCE} at once: {AT_ONCE / passed:.1f} turns/s, {tokens:.0f} tokens/s")
+        return ok("speed", f"{text}; {AT_ONCE} at once: {AT_ONCE / passed:.1f} turns/s, {tokens:.0f} tokens/s")
 
     @property
     def _model(self) -> str:

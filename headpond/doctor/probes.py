@@ -171,24 +171,23 @@ def check_logprobs_mode(columns: Columns, configured: str, stated: Sequence[str]
     )
 
 
-def check_routes(recorded: Recorded, stage: RolloutStage) -> list[Finding]:
+def check_routes(recorded: Recorded, stage: RolloutStage) -> Finding:
     engine = stage.client.settings
     if not engine.routed_experts:
         if recorded.routes:
             _, layers, topk = recorded.routes
             text = f"the engine sends routed experts: {layers} layers, top {topk}"
-            return [note("experts", text, "set engine.routed_experts = true to use them")]
-        return [ok("experts", "not requested")]
+            return note("experts", text, "set engine.routed_experts = true to use them")
+        return ok("experts", "not requested")
     if recorded.routes is None:
         fix = "start it with --enable-return-routed-experts, or set engine.routed_experts = false"
-        return [wrong("experts", "engine.routed_experts = true, and the engine sends none", fix)]
+        return wrong("experts", "engine.routed_experts = true, and the engine sends none", fix)
     _, layers, topk = recorded.routes
-    findings = [ok("experts", f"{layers} layers, top {topk}, on a cached prefix too")]
     if recorded.unrouted:
         tokens = len(recorded.columns.input_ids)
         text = f"{recorded.unrouted} of {tokens} tokens have no routed experts, or zeros in all layers"
-        findings = [note("experts", text, "check that the model is a mixture of experts and the engine's version")]
-    return findings
+        return note("experts", text, "check that the model is a mixture of experts and the engine's version")
+    return ok("experts", f"{layers} layers, top {topk}, on a cached prefix too")
 
 
 async def three_turns(policy: Any, *, tools: Sequence[dict[str, Any]] | None = None) -> None:
