@@ -6,7 +6,6 @@ which are deleted, or the clock of the run (stale, cancelled), is that of the ru
 
 import sqlite3
 import tempfile
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from headpond.advantages import resolve
 from headpond.batches import BatchPlan, BatchRollout, EncodedRank, Manifest, read_manifest
 from headpond.batches.credit import credit_key
 from headpond.batches.writer import encode_rank
+from headpond.config.sources import toml_value
 from headpond.errors import BlobError, ConfigError, RunError
 from headpond.filters import Verdict as Matches
 from headpond.filters import judge, rollout_filters
@@ -262,10 +262,7 @@ def parse_change(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key.startswith(CHANGEABLE):
         raise ConfigError(f"--set {text}: write setting=value, for a setting of [filters], [advantages] or [batch]")
-    try:
-        return key, tomllib.loads(f"value = {value}")["value"]
-    except (tomllib.TOMLDecodeError, KeyError):
-        return key, value
+    return key, toml_value(value)
 
 
 def _groups(connection: sqlite3.Connection, manifest: Manifest) -> list[str]:

@@ -8,13 +8,10 @@ from typing import Any, NamedTuple
 from pydantic_core import to_json, to_jsonable_python
 
 from headpond.config.run import RunConfig
-from headpond.declarations.sections import Declared, Reader, Section, is_value, table_of
+from headpond.declarations.sections import NOTHING, Declared, Reader, Section, declarations
 
 SECRET = re.compile(r"(^|[_.])(key|secret|password|passwd|token|credentials?)$", re.IGNORECASE)
 """Names of options whose values are stored and shown as a digest only."""
-
-
-NOTHING = Declared()
 
 
 class Setting(NamedTuple):
@@ -66,17 +63,6 @@ def _declared(key: str) -> Declared | None:
         if re.fullmatch(rf"{pattern}(\..+)?", key):
             return declared
     return None
-
-
-def declarations(section: type[Section], prefix: str = "", outer: Declared = NOTHING) -> Iterator[tuple[str, Declared]]:
-    """What each setting declares, by the name that `all_keys` gives it."""
-    for name, field in section.model_fields.items():
-        declared = outer.then([section.declared, *field.metadata])
-        if is_value(field.annotation):
-            yield prefix + name, declared
-        if (table := table_of(field.annotation)) and table.section:
-            named = f"{prefix}{name}.NAME." if table.by_name else f"{prefix}{name}."
-            yield from declarations(table.section, named, declared)
 
 
 def _walk(section: Section, prefix: str, outer: Declared) -> Iterator[Setting]:

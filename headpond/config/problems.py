@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic_core import ErrorDetails
 
-from headpond.declarations.sections import COMMAS, Section, is_value, table_of
+from headpond.declarations.sections import COMMAS, Section, declarations, table_of
 
 Keys = tuple[str, ...]
 Origins = dict[Keys, str]
@@ -61,7 +61,8 @@ def setting_keys(model: type[Section], location: Sequence[int | str]) -> Keys:
             keys += [str(part)] if isinstance(part, int) else []
         else:
             keys.append(str(part))
-            table = table_of(_settings(section).get(str(part)))
+            field = section.model_fields.get(str(part))
+            table = table_of(field.annotation) if field else None
             section, by_name = (table.section, table.by_name) if table else (None, False)
     return tuple(keys)
 
@@ -93,15 +94,9 @@ def _nearest(name: str, known: list[str]) -> str:
     return difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
 
 
-def all_keys(section: type[Section], prefix: str = "", *, tables: bool = False) -> Iterator[str]:
-    """The dotted names of all settings, with `tables` also of tables of settings; `environments.NAME.use` stands for
-    any environment."""
-    for name, annotation in _settings(section).items():
-        if tables or is_value(annotation):
-            yield prefix + name
-        if (table := table_of(annotation)) and table.section:
-            below = f"{prefix}{name}.NAME." if table.by_name else f"{prefix}{name}."
-            yield from all_keys(table.section, below, tables=tables)
+def all_keys(section: type[Section], *, tables: bool = False) -> Iterator[str]:
+    """The dotted names of all settings, with `tables` also of tables of settings."""
+    return (name for name, _ in declarations(section, tables=tables))
 
 
 def is_toml(section: type[Section], keys: Sequence[str]) -> bool | None:
@@ -119,11 +114,6 @@ def is_toml(section: type[Section], keys: Sequence[str]) -> bool | None:
         return True if table is not None else None
     kinds = [get_origin(kind) for kind in (setting.annotation, *get_args(setting.annotation))]
     return tuple in kinds and COMMAS not in setting.metadata
-
-
-def _settings(section: type[Section]) -> dict[str, Any]:
-    """Names and annotations."""
-    return {name: field.annotation for name, field in section.model_fields.items()}
 
 
 def line_of(text: str, keys: Sequence[str]) -> int | None:

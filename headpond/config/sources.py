@@ -109,10 +109,10 @@ def _from_environment(environ: Mapping[str, str]) -> Iterator[tuple[str, Keys, A
             toml = is_toml(RunConfig, keys)
             if toml is None:
                 raise ConfigError(unknown_variable(name, RunConfig, PREFIX, [CONFIG_VARIABLE]))
-            yield name, keys, _typed(value) if toml else value
+            yield name, keys, toml_value(value) if toml else value
 
 
-def _typed(text: str) -> Any:
+def toml_value(text: str) -> Any:
     """A value of TOML, or else the text itself."""
     try:
         return tomllib.loads(f"value = {text}")["value"]

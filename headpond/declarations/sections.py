@@ -1,7 +1,7 @@
 """The base class and common types of the configuration's sections. Settings declare their
 readers here, and tables of settings are recognised by type."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import UnionType
@@ -75,6 +75,7 @@ def read_by(*readers: Reader) -> Declared:
     return Declared(read_by=readers)
 
 
+NOTHING = Declared()
 FIXED = Declared(fixed=True)
 OF_HOST = Declared(of_host=True)
 
@@ -120,3 +121,17 @@ def is_value(annotation: Any) -> bool:
     table cannot."""
     table = table_of(annotation)
     return table is None or table.section is None or get_origin(annotation) in (Union, UnionType)
+
+
+def declarations(
+    section: type[Section], prefix: str = "", outer: Declared = NOTHING, *, tables: bool = False
+) -> Iterator[tuple[str, Declared]]:
+    """List the name and the declaration of each setting, with `tables` also of each table of
+    settings. `environments.NAME.use` stands for any environment."""
+    for name, field in section.model_fields.items():
+        declared = outer.then([section.declared, *field.metadata])
+        if tables or is_value(field.annotation):
+            yield prefix + name, declared
+        if (table := table_of(field.annotation)) and table.section:
+            below = f"{prefix}{name}.NAME." if table.by_name else f"{prefix}{name}."
+            yield from declarations(table.section, below, declared, tables=tables)
