@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 import redis
-from celery import Celery, bootsteps
+from celery import bootsteps
 from celery.worker import state
 from celery.worker.consumer.tasks import Tasks
 from redis.backoff import NoBackoff
@@ -140,9 +140,3 @@ class AdmissionStep(bootsteps.StartStopStep):
             return may_take()
 
         qos.can_consume = MethodType(can_consume, qos)
-
-
-def install(app: Celery, kind: WorkerKind) -> None:
-    assert app.steps is not None
-    AdmissionStep.kind = kind
-    app.steps["consumer"].add(AdmissionStep)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from celery import Celery, bootsteps
+from celery import bootsteps
 from celery.worker.consumer.events import Events
 from celery.worker.control import Panel
 from kombu import Connection
@@ -49,11 +49,6 @@ class EventBatches(bootsteps.StartStopStep):
             consumer.event_dispatcher.flush()
 
 
-def batch_events(app: Celery) -> None:
-    assert app.steps is not None
-    app.steps["consumer"].add(EventBatches)
-
-
 _ensure: Callable[..., Callable[..., Any]] = Connection.ensure
 
 
@@ -85,8 +80,4 @@ def refuse_remote_control(kind: WorkerKind) -> None:
         return add_consumer(state, queue, **options)
 
     Panel.data["add_consumer"] = add_own_queue
-    Panel.data["rate_limit"] = _refuse_rate_limit
-
-
-def _refuse_rate_limit(state: Any, **_: object) -> dict[str, Any]:
-    return {"error": NO_RATE_LIMITS}
+    Panel.data["rate_limit"] = lambda state, **_: {"error": NO_RATE_LIMITS}

@@ -16,7 +16,9 @@ from headpond.processes import privacy
 from headpond.store import open_store
 from headpond.tasks import agreement, celery_app
 from headpond.tasks.celery_app import settings
-from headpond.workers import admission, celery_changes
+from headpond.workers import celery_changes
+from headpond.workers.admission import AdmissionStep
+from headpond.workers.celery_changes import EventBatches
 
 logger = logging.getLogger("headpond.worker")
 
@@ -27,9 +29,10 @@ def set_up(app: Celery, kind: WorkerKind, pool: str) -> None:
     app.conf.worker_pool = pool
     app.conf.task_queues = [queue for queue in app.conf.task_queues if queue.name in kind.queues]
     celery_changes.bound_retries()
-    celery_changes.batch_events(app)
     celery_changes.refuse_remote_control(kind)
-    admission.install(app, kind)
+    AdmissionStep.kind = kind
+    assert app.steps is not None
+    app.steps["consumer"] |= {EventBatches, AdmissionStep}
 
     def check_and_name(instance: Any, options: dict[str, Any], **_: object) -> None:
         _refuse_other_queues(kind, options.get("queues") or [])

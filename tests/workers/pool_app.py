@@ -32,7 +32,7 @@ app.conf.update(
     worker_prefetch_multiplier=4,
     broker_transport_options={"client_name": os.environ.get("POOL_APP_CLIENT", "tests"), "ack_emulation": False},
 )
-celery_changes.batch_events(app)
+app.steps["consumer"].add(celery_changes.EventBatches)
 
 
 class Order(BaseModel):
