@@ -11,10 +11,10 @@ WIDTH, HEIGHT = 60, 5  # characters
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 MEAN = "reward_mean"
 METRICS = "metrics.jsonl"
+# Full files. The oldest has the highest number.
 OLDER = "metrics.[0-9].jsonl"
-"""full ones; the oldest has the highest number"""
+# Bytes of a file that are searched for its first or last step: hundreds of lines.
 END_BYTES = 1 << 20
-"""Of a file, in which its first or last step is looked for: hundreds of lines."""
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

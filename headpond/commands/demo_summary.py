@@ -21,8 +21,8 @@ from headpond.ledger import queries, schema
 from headpond.servers.dashboard.report import write_report
 from headpond.store import open_store
 
+# Event loop -> prefix of its columns in metrics.jsonl.
 LAGS = {"orchestrator": "event_loop_lag", "rollout worker": "worker_lag"}
-"""event loop -> its columns in metrics.jsonl"""
 
 
 def collect(settings: RunConfig, run: LocalRun, *, seconds: float) -> dict[str, Any]:

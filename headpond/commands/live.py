@@ -25,8 +25,8 @@ from headpond.commands.output import LOG_FORMAT, table
 
 REFRESH_PER_S = 2
 MAX_RECORDS = 1_000  # queued while the terminal is stopped; later records are dropped
+# Log lines that repeat the view. They are hidden unless they are warnings.
 IN_VIEW = ("action=progress", "action=loop_lag")
-"""log lines that repeat the view: hidden unless they are warnings"""
 
 
 class LiveView:

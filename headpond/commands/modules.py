@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
+# Files that `init` and `demo` write or run. In a clone they are links to `examples/`.
 TEMPLATES = Path(__file__).parents[1] / "templates"
-"""What `init` and `demo` write or run; in a clone, links to files of `examples/`."""
 
 
 def module_directories(config: Path | None) -> list[str]:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 CONFIG_HELP = "Default: the file in HEADPOND_CONFIG, or default settings."
+# Gets each status of a run.
 StatusCallback = Callable[[dict[str, Any]], None]
-"""called with each status of a run"""
 
 LABEL_WIDTH = 10
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"

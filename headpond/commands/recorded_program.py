@@ -23,8 +23,8 @@ from headpond.servers.sessions.session_server import CONCURRENCY, serving
 from headpond.store import open_store
 from headpond.store.columns import read_columns
 
+# A program may take this long to end after SIGTERM.
 KILL_S = 10.0
-"""For the program to end after SIGTERM."""
 FILES = {"columns": "session.safetensors", "experts": "experts.safetensors"}
 TRANSCRIPT = "transcript.md"
 

@@ -14,8 +14,8 @@ from headpond.commands.status import RunDir
 if TYPE_CHECKING:
     from headpond.commands.redone import Redone, RedoneStep
 
+# Rollouts that differ, in the table. JSON has all.
 SHOWN = 20
-"""rollouts that differ, in the table; JSON has all"""
 
 
 def redo(

@@ -34,12 +34,12 @@ from headpond.tasks.stages.batch_phase import estimate_step
 from headpond.tasks.stages.filter import read_tokens
 
 CHANGEABLE = ("filters.", "advantages.", "batch.", "vocab_size")
+# Beginnings of the run's settings that decide what is computed here.
 READ = (*CHANGEABLE, "rollouts.group_size", "engine.logprobs_mode")
-"""Settings of the run, by their beginnings, that decide what is computed here."""
+# Built-in filters that are applied again. Staleness depends on when the run composed its steps.
 TOKEN_FILTERS, GROUP_FILTERS = ("gibberish", "repetition", "overlong"), ("zero_variance", "difficulty")
-"""Built-in filters that are applied again. Staleness depends on when the run composed its steps."""
+# Parts of the names of files that are made here and deleted at once.
 EXECUTION, STEP_CREDIT = "redo", "plans/redo.credit.json"
-"""in the names of files that are made here and deleted at once"""
 TOKENS_DELETED = "its tokens are deleted, so that it cannot be packed"
 
 

@@ -33,8 +33,8 @@ AT_ONCE = 8  # rollouts: enough to keep a small engine busy, few enough to read
 SHOWN_CHARACTERS = 2000  # of one message; --json has all of it
 SHOWN_IDS = 8
 MARKS = {"thoughts": "(thinks) ", "text": "", "call": "calls "}
+# Name of the run. If the engine has weights that a run has loaded, its name is used: replicas serve that run only.
 RUN = "0" * 12
-"""Name of the run, unless the engine has weights that a run has loaded: replicas serve that run only."""
 
 
 @dataclass(kw_only=True)

@@ -22,18 +22,18 @@ Weights = dict[str, Array]
 
 NAME = "tiny-moe"
 FILE = "model.safetensors"
+# Bytes, and the two ends of a message, like the renderer bytes-chatml.
 VOCABULARY = 258
-"""As of the renderer bytes-chatml: bytes, and the two ends of a message."""
 MESSAGE_END = 257
+# Stands in a window for each place before the first token.
 BEFORE = VOCABULARY
-"""Stands in a window for what is before the first token."""
+# Tokens. A question's ChatML has 13 behind its text.
 WINDOW = 32
-"""Tokens. A question's ChatML has 13 behind its text."""
 EMBEDDING, HIDDEN, LAYERS, EXPERTS, TOPK, EXPERT_HIDDEN = 12, 64, 2, 8, 2, 16
+# Untrained weights write these tokens, instead of pretraining: a reward is too rare among 258 equally likely tokens.
 FIRST_WORDS = b"1234"
-"""What untrained weights write, instead of pretraining: a reward is too rare among 258 equally likely tokens."""
+# First logit of all other tokens, and the size of their embeddings: questions differ more than they agree.
 UNLIKELY, OTHERS = -8.0, 0.1
-"""First logit of all other tokens, and the size of their embeddings, so that questions differ more than they agree."""
 END_LOGIT = 0.5
 
 

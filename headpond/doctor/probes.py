@@ -25,18 +25,18 @@ from headpond.store.experts import Experts
 RUN, STORE = "0" * 12, "memory://doctor"
 PROBE_S = 300.0  # a conversation of a few tokens; a busy engine may queue it
 QUESTION = "Count from one to twenty in words."
+# Completions at each temperature, and their tokens. They suffice for a token to occur in one context at both
+# temperatures, unless the policy is flat.
 DRAWS, DRAWN = 4, 8
-"""Completions at each temperature, and their tokens: enough for a token to occur in one context at both temperatures,
-unless the policy is flat."""
 COLD, WARM = 0.5, 1.0
+# Smaller differences between logprobs of one token in one context count as none: engines round and batch.
 SAME = 1e-3
-"""Logprobs of one token in one context that differ by less are equal; engines round and batch."""
+# A token above this is so likely that temperature hardly changes it.
 CERTAIN = -0.02
-"""A token above this is so likely that temperature hardly changes it."""
+# Unsets parameters that would change the distribution.
 PLAIN: dict[str, Any] = dict.fromkeys(
     ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop")
 )
-"""Unsets what would change the distribution."""
 WEATHER = {
     "type": "function",
     "function": {

@@ -24,8 +24,9 @@ from headpond.event_loop.offload import in_file_thread
 ANSWER_S = 20.0  # for a page that costs the server nothing
 PAGE_BYTES = 4 << 20
 LOOKS = 4  # questions which process answers: a router that picks one of two at random is missed in 1 of 8 cases
+# First releases that send routed experts in a form that is read: see docs/engines.md.
 OLDEST = {"vllm": (0, 22), "sglang": (0, 5, 19)}
-"""The first releases that send routed experts in a form that is read; see docs/engines.md."""
+# Names of settings that decide what can be recorded, as vLLM and SGLang print them.
 FLAGS = (
     "logprobs_mode",
     "enable_return_routed_experts",
@@ -34,7 +35,6 @@ FLAGS = (
     "tool_call_parser",
     "reasoning_parser",
 )
-"""Names of settings that decide what can be recorded, as vLLM and SGLang print them."""
 
 
 @dataclass(frozen=True, kw_only=True)

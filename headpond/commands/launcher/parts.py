@@ -16,10 +16,10 @@ LISTENING = re.compile(r"action=sessions_ready url=(http://\S+)")
 ANSWER_S = 0.5  # of a server on this machine, which is asked whether it is there
 SLOTS_MOST = 256  # rollouts at once in one worker
 COMPUTE_MOST = 4  # processes of the compute worker: a group takes milliseconds
+# A free port replaces it in `engine.command`.
 PORT = "{port}"
-"""in `engine.command`: replaced by a free port"""
+# The directory of the run replaces it in `trainer.command`.
 RUN_DIR = "{run_dir}"
-"""in `trainer.command`: replaced by the directory of the run"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,8 +24,8 @@ LOG_BYTES = 16 << 20  # of one log; the one before it is kept as NAME.log.1
 LOOK_AT_LOGS_S = 5.0
 TICK_S = 0.05
 TRACEBACK = "Traceback (most recent call last)"
+# Matches the line of a Python error with its text. torchrun writes its own report behind that, without the reason.
 ERROR = re.compile(r"(?:\[[^]]*\]:? *)?[\w.]*(?:Error|Exception)\b: *\S")
-"""The line of a Python error with its text. torchrun writes its own report, without the reason, behind that."""
 
 
 @dataclass(kw_only=True)

@@ -18,11 +18,11 @@ from headpond.demo.scripted_engine.options import ExpertForm
 from headpond.renderers.bytes_chatml import MESSAGE_END, MESSAGE_START, VOCABULARY
 from headpond.turn import Ids, ids_text
 
+# Seconds since 1970, constant: the same request gets the same bytes.
 CREATED = 1762300000
-"""Seconds since 1970, constant: the same request gets the same bytes."""
 SPECIAL = {MESSAGE_START: "<|im_start|>", MESSAGE_END: "<|im_end|>"}
+# vLLM sends it in place of a logprob that it does not have.
 NO_LOGPROB = -9999.0
-"""What vLLM sends for a logprob that it does not have."""
 Json = dict[str, Any]
 
 

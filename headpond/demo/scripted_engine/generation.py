@@ -22,15 +22,15 @@ from headpond.renderers import bytes_chatml
 from headpond.turn import Ids, Message
 
 WORDS = ["so", "we", "look", "at", "what", "is", "left", "of", "it", "once", "more", "and", "take", "the", "next"]
+# Filler before the scripted answer, cut to the drawn length from a drawn start.
 FILLER = bytes_chatml.encode_text(" ".join(WORDS[place * place % 89 % len(WORDS)] for place in range(1_000)))
-"""Filler before the scripted answer, cut to the drawn length from a drawn start."""
 
+# Few distinct logprobs, so that every token's JSON can be prepared.
 LOGPROB_LEVELS = [-float(f"{level:.6f}") for level in np.geomspace(1e-4, 8, 32)]
-"""Few distinct logprobs, so that every token's JSON can be prepared."""
 
 
+# The end of a prompt: an opened message of the assistant.
 OPENING = bytes_chatml.encode([])
-"""The end of a prompt: an opened message of the assistant."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,8 +171,8 @@ def _at_temperature(levels: NDArray[np.int64], temperature: float | None) -> NDA
     return (levels + 1 + round(1000 * temperature) % (len(LOGPROB_LEVELS) - 1)) % len(LOGPROB_LEVELS)
 
 
+# Makes an odd answer of a completion, for `--failures`.
 Alter = Callable[[Generation], Generation]
-"""Makes an odd answer of a completion, as `--failures` says."""
 
 
 @dataclass(frozen=True, kw_only=True)

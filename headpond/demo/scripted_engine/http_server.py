@@ -37,12 +37,12 @@ from headpond.servers import listening
 
 logger = logging.getLogger("headpond.engine")
 
+# The longest prompts are below 1 MB.
 MAX_REQUEST_BYTES = 16 * 2**20
-"""The longest prompts are below 1 MB."""
+# vLLM's server closes idle connections after the same time.
 KEEP_ALIVE_S = 5.0
-"""As in vLLM's server, which closes idle connections."""
+# Time for requests in flight when the engine stops. They may hang on purpose.
 STOP_S = 1.0
-"""Time for requests in flight when the engine stops. Bounded, because requests may hang on purpose."""
 JSON = "application/json"
 ERROR_PAGE = b"<html><body><h1>502 Bad Gateway</h1></body></html>"
 

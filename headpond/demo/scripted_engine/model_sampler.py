@@ -25,10 +25,10 @@ from headpond.errors import BadRequest, StageError
 from headpond.renderers import bytes_chatml
 from headpond.turn import Ids
 
+# Windows of one forward pass. Its arrays take about 5 kB a row. Longer prompts are cut into several passes.
 PASS_ROWS = 4096
-"""Windows of one forward pass. Its arrays take about 5 kB a row; longer prompts are cut into several passes."""
+# Room for the tokens of a completion, doubled when it is full.
 FIRST_ROOM = 64
-"""Tokens of a completion; doubled when they are used up."""
 Array = NDArray[Any]
 
 logger = logging.getLogger("headpond.engine")

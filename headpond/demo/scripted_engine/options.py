@@ -6,12 +6,12 @@ from typing import Literal
 from headpond.demo.scripted_engine.draws import Distribution
 from headpond.errors import ConfigError
 
+# The server that `/v1/chat/completions` imitates.
 Dialect = Literal["vllm", "sglang"]
-"""The server that `/v1/chat/completions` imitates."""
+# Logprobs are those after or before the temperature, like vLLM's `--logprobs-mode`.
 LogprobsMode = Literal["processed_logprobs", "raw_logprobs"]
-"""After or before the temperature, as vLLM's `--logprobs-mode`."""
+# Encodings of routed experts that `headpond.engines.responses.routed_experts` reads.
 ExpertForm = Literal["object", "npy", "bare"]
-"""Encoding of routed experts: the three forms that `headpond.engines.responses.routed_experts` reads."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,8 @@ from headpond.demo import tiny_moe
 from headpond.errors import BadRequest, ConfigError
 
 FILE = "weights.json"
+# vLLM and SGLang give this label to the weights that they started with.
 FIRST_LABEL = "default"
-"""As vLLM and SGLang call the weights that they started with."""
 KEEP, WAIT, ABORT = "keep", "wait", "abort"
 
 

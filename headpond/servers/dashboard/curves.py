@@ -13,17 +13,17 @@ import orjson
 from headpond.batches.annotations import Means
 
 FILES = ("metrics.3.jsonl", "metrics.2.jsonl", "metrics.1.jsonl", "metrics.jsonl")
+# Steps in memory, the newest ones.
 STEPS_MOST = 20_000
-"""Steps in memory, the newest ones."""
+# Limit for the keys of a run. Each takes 8 bytes a step: 40 MB at most.
 KEYS_MOST = 256
-"""Of a run; 8 bytes a step each: 40 MB at most."""
+# One call reads this much in 50 ms.
 READ_BYTES = 8 << 20
-"""Read by one call: 50 ms."""
+# Points of a curve. More are averaged.
 POINTS_MOST = 500
-"""Of a curve; more are averaged."""
 MISSING = math.nan
+# Prefix of the names of annotated means.
 ANNOTATED = "trainer/"
-"""before the names of annotated means"""
 
 
 class Curves:

@@ -43,8 +43,8 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 COOKIE = "headpond_secret"
+# Requests that read files at once: a page asks for two or three.
 CONCURRENCY = 4
-"""Requests that read files at once: a page asks for two or three."""
 STOP_S = 1.0  # for requests in progress
 NUMBER_MOST = 1 << 53
 

@@ -24,10 +24,10 @@ BYTES_CHATML = "bytes-chatml"
 SPECIAL = {MESSAGE_START: "<|im_start|>", MESSAGE_END: "<|im_end|>"}
 
 
+# Tokens of one answer: about 100 kB.
 TOKENS_MOST = 4096
-"""Of one answer: about 100 kB."""
+# Characters of a message in a conversation. Pages read the rest in parts of PART_MOST.
 TEXT_MOST = 20_000
-"""Characters of a message in a conversation; the rest is asked for in parts of PART_MOST."""
 PART_MOST = 200_000
 MESSAGES_MOST = 400
 SPANS_SHOWN = 1_000

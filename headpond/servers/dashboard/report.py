@@ -19,16 +19,16 @@ from headpond.servers.dashboard.dashboard import STATIC
 from headpond.servers.dashboard.run_view import RunView
 from headpond.store import atomic
 
+# Each module comes after those that it needs.
 MODULES = ("dom.js", "data.js", "charts.js", "pages/conversation.js", "pages/tokens.js", "pages/overview.js",
            "pages/waterfall.js", "pages/rollouts.js", "pages/group.js", "pages/rollout.js", "pages/compare.js",
            "app.js")  # fmt: skip
-"""In the order in which they need each other."""
 IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
 EXPORT = re.compile(r"^export ", re.MULTILINE)
+# Groups of the last steps that the report has with their rollouts.
 GROUPS = 4
-"""Of the last steps, that are in the report with their rollouts."""
+# Rollouts with their conversations and first tokens: about 100 kB each.
 ROLLOUTS_MOST = 16
-"""With their conversations and first tokens: about 100 kB each."""
 PAGE = 50  # LIMIT of pages/rollouts.js
 TOKENS = 1024  # COUNT of pages/tokens.js
 READS_MOST = 10_000  # of a waterfall: each sums at least one block

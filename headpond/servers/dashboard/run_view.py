@@ -30,11 +30,11 @@ from headpond.store import Store, open_store
 from headpond.store.columns import Columns
 from headpond.store.opening import run_store_url
 
+# Rollouts of one page.
 PAGE_MOST = 200
-"""rollouts of one page"""
 STEPS_SHOWN = 12
+# An answer of `why` is repeated for this long.
 WHY_S = 3.0
-"""that an answer of `why` holds"""
 FROM_STATUS = ("phase", "at", "running_s", "step", "steps", "policy_version", "rollouts_per_s", "tokens_per_s",
                "queued", "waiting_jobs", "submitted_jobs", "running_by_worker", "excluded_workers", "replicas",
                "stored_bytes", "notes", "evaluations", "process", "http")  # fmt: skip

@@ -38,10 +38,10 @@ logger = logging.getLogger("headpond.sessions")
 
 FIRST_PAUSE_S, MOST_PAUSE_S = 0.1, 2.0
 OK = 200
+# An engine answers with this status while it is paused or starts.
 UNAVAILABLE = 503
-"""An engine's status while it is paused or starts."""
+# Statuses that are passed on. 101 would hand the client's connection over to the engine.
 RELAYED = range(200, 600)
-"""Statuses of a response: 101 would hand the client's connection over to the engine."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,11 +14,12 @@ import orjson
 from headpond.engines.dialects.base import TokenChoice
 from headpond.renderers import PooledRenderer
 
+# Fields of a completion and its choice. Engines add others, of any size (`indexer_topk`, `hidden_states`).
 COMPLETION = frozenset(
     {"id", "object", "created", "model", "choices", "usage", "service_tier", "system_fingerprint"}
     | {"index", "message", "finish_reason", "stop_reason", "matched_stop"}
 )
-"""Fields of a completion and its choice. Engines add others, of any size (`indexer_topk`, `hidden_states`)."""
+# Fields of a request -> fields of the response that the client then gets.
 ON_REQUEST = {
     "logprobs": ("logprobs",),
     "prompt_logprobs": ("prompt_logprobs",),
@@ -27,7 +28,6 @@ ON_REQUEST = {
     "return_meta_info": ("meta_info",),
     "return_hidden_states": ("hidden_states",),
 }
-"""Fields that a client gets if it sets the request's field."""
 NULL = msgspec.Raw(b"null")
 
 OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])

@@ -20,8 +20,8 @@ logger = logging.getLogger("headpond.sessions")
 
 HEAD_TOO_LARGE = "the request's head is too large: send fewer or shorter headers, or raise sessions.header_bytes"
 UNLIMITED = 1 << 30
+# Interval of log lines about closed connections: there may be thousands a second.
 LOG_S = 10.0
-"""Between two log lines about closed connections: there may be thousands a second."""
 
 
 class JsonErrors(web.RequestHandler):

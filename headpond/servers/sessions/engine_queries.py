@@ -18,8 +18,8 @@ from headpond.servers.sessions.requests import ChatRules, by_size, read_chat, re
 
 MODELS = "/v1/models"
 TOKENIZE = "/tokenize"
+# Estimate from English prose, for an engine without /tokenize.
 BYTES_PER_TOKEN = 4
-"""Estimate for an engine without /tokenize, from English prose."""
 
 
 class EngineQueries:

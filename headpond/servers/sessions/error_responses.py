@@ -10,14 +10,14 @@ from headpond.servers.sessions.apis import CHAT, Api
 from headpond.turn import Body
 
 JSON = "application/json"
+# Every error of a limit that ends a conversation begins with this. Agents' libraries look for these words. They then
+# stop, instead of sending the request again for minutes.
 CONTEXT_LENGTH = "This model's maximum context length is reached"
-"""Begins the error of every limit that ends a conversation. Agents' libraries look for these words: they then stop
-instead of sending the request again for minutes."""
 CONTEXT_CODE = "context_length_exceeded"
+# Client errors that a later request may not meet. A server error may always pass.
 MAY_SUCCEED_LATER = frozenset({408, 409, 429})
-"""Client errors that a later request may not meet. A server error may always pass."""
+# The packages `openai` and `anthropic` read this header.
 NO_RETRY = {"x-should-retry": "false"}
-"""Read by the packages `openai` and `anthropic`."""
 
 
 def error_response(status: int, text: str, *, code: str = "", api: Api = CHAT) -> web.Response:

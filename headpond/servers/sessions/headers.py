@@ -25,12 +25,12 @@ AUTHORIZATION = "Authorization"
 API_KEY = "x-api-key"
 KEYS = frozenset({"authorization", "x-api-key", "api-key"})
 SECRET_BYTES = 32
+# Matches what `new_secret` returns: 32 bytes in URL-safe base64.
 SECRET = re.compile(r"(?<![A-Za-z0-9_-])[A-Za-z0-9_-]{43}(?![A-Za-z0-9_-])")
-"""The form of `new_secret`: 32 bytes in URL-safe base64."""
+# The part behind a session's path: `/sessions/ID/branch/NAME/v1/chat/completions`.
 BRANCH = re.compile(r"/branch/(?P<name>[A-Za-z0-9._~-]{1,64})(?=/)")
-"""Behind the path of a session: `/sessions/ID/branch/NAME/v1/chat/completions`."""
+# Ids that agents send by themselves. They are random, so samples name such agents by their order of arrival.
 ID_HEADERS = ("x-claude-code-agent-id", "thread-id")
-"""Ids that agents send by themselves. They are random, so samples name such agents by their order of arrival."""
 ID_CHARACTERS = 64
 
 

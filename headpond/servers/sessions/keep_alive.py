@@ -90,5 +90,5 @@ class KeepAlives:
                 return self._api.error_events(self._api.error(response.status, engine_error(body), ""))
 
 
+# Set on a request whose answer is a stream.
 KEEP_ALIVES = web.RequestKey("keep_alives", KeepAlives)
-"""Of a request whose answer is a stream."""

@@ -25,8 +25,8 @@ from headpond.spans import SPANS_MOST, TimedSpan
 from headpond.turn import MAX_NESTING, Ids, is_nested_too_deeply
 
 TRAIN_HEADER = "x-headpond-train"
+# Fields with one meaning. Forcing one removes the other.
 SYNONYMS = {"max_tokens": "max_completion_tokens", "max_completion_tokens": "max_tokens"}
-"""Fields with one meaning: forcing one removes the other."""
 SYSTEM_ROLES = ("system", "developer")
 
 
@@ -38,12 +38,12 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 NOT_SAMPLING = frozenset({"model", "messages", "tools", "stream", "stream_options"})
 NO_MESSAGES = DigestedMessages(messages=[], forms=[])
 IDENTITY = "identity"
+# Limit for a request that creates a session. Any client may send it; it is parsed on the loop and kept.
 NEW_SESSION_BYTES = 1 << 18
-"""Most bytes of a request for a session: any client may send it. They are parsed on the loop and kept."""
+# `wbits` of zlib for each format of a compressed body.
 WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
-"""The formats of a compressed body, as zlib's `wbits`."""
+# No control characters: the name is sent to the engine in a header.
 Name = Annotated[str, msgspec.Meta(max_length=200, pattern=r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029]+\Z")]
-"""Without control characters: it is sent to the engine in a header."""
 FileName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_-]{1,60}\Z")]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 

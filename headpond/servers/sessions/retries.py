@@ -15,8 +15,8 @@ from headpond.recording import Session
 
 IDEMPOTENCY_KEY = "Idempotency-Key"
 KEY_CHARACTERS = 256
+# OpenAI's clients send it, 0 with the first attempt.
 RETRY_COUNT = "x-stainless-retry-count"
-"""Sent by OpenAI's clients, 0 with the first attempt."""
 
 
 @dataclass(frozen=True, kw_only=True)

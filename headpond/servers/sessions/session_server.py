@@ -59,10 +59,10 @@ logger = logging.getLogger("headpond.sessions")
 
 COUNT_TOKENS = f"{MESSAGES.path}/count_tokens"
 HOST = re.compile(r"(\[[0-9A-Fa-f:.%]{2,60}\]|[A-Za-z0-9._-]{1,253})(:[0-9]{1,5})?")
+# Requests that need a session's control secret.
 CONTROL = frozenset({("DELETE", ""), ("POST", "/seal"), ("POST", "/rewards")})
-"""What needs a session's control secret."""
+# Threads for file writes. Each write takes 1 to 2 ms.
 CONCURRENCY = 32
-"""Threads for file writes: each write takes 1 to 2 ms."""
 
 Handler = Callable[[web.BaseRequest, Entry, SessionMetadata], Awaitable[web.Response]]
 

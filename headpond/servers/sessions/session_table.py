@@ -34,18 +34,18 @@ from headpond.servers.sessions.session_entry import Entry, SealedSession, Sessio
 
 logger = logging.getLogger("headpond.sessions")
 
+# Requests for an expired session get 410 for this long, 404 later.
 EXPIRED_S = 3600.0
-"""How long requests for an expired session get 410; later ones get 404."""
+# Limit for remembered ids of expired sessions: 20 MB of ids and times.
 MAX_EXPIRED = 100_000
-"""Expired ids that are remembered: 20 MB of ids and times."""
+# Limit for sessions whose files could not be removed and are tried again. A restart finds the others.
 MAX_UNDELETED = 10_000
-"""Sessions whose files could not be removed and are tried again. A restart finds the files of others."""
+# Sessions tried again in one check: about 10 ms of a thread.
 DELETED_AT_ONCE = 64
-"""Of these: about 10 ms of a thread."""
+# Answers written in this time are noted together. A turn that follows notes them by itself.
 SAVE_SEEN_S = 0.02
-"""Answers that were written in this time are noted together; a turn that follows notes them by itself."""
+# Interval of the check for idle and overdue sessions.
 CHECK_S = 1.0
-"""Interval of the check for idle and overdue sessions."""
 
 
 @dataclass(kw_only=True)

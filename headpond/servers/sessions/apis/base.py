@@ -15,22 +15,22 @@ from headpond.turn import Ids, Message, is_nested_too_deeply
 
 Fields = Mapping[str, Any]
 
+# Fields that mean the same in every API, or that engines read and no API has.
 ENGINE_FIELDS = frozenset(
     {"model", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty"}
     | {"frequency_penalty", "chat_template_kwargs", "logit_bias", "min_tokens", "ignore_eos", "skip_special_tokens"}
 )
-"""Fields that mean the same in every API, or that engines read and no API has."""
+# Fields of vLLM and SGLang that reach beyond one's own completion -> why an agent's request is refused.
 OF_OPERATORS = dict.fromkeys(
     {"kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room", "session_params", "lora_path"}
     | {"custom_logit_processor", "logits_processors"},
     "it makes the engine connect, load or run something; set it in forced when the session is created",
 )
-"""Fields of vLLM and SGLang that reach beyond one's own completion, and why an agent's request may not have them."""
+# Key of a call's arguments that are not a JSON object, in APIs that have room only for one.
 UNPARSED = "_arguments"
-"""Key of a call's arguments that are not a JSON object, in APIs that have room only for one."""
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 409: "conflict_error"}
+# Stands between the text parts of one message.
 JOINED_BY = "\n\n"
-"""Between the text parts of one message."""
 
 
 @dataclass(frozen=True, kw_only=True)

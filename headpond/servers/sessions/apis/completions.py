@@ -28,8 +28,8 @@ REFUSED = OF_OPERATORS | {
     "echo": "the prompt is not repeated",
     "best_of": "a request records one completion",
 }
+# Fields that are read here, and fields of a chat that this API does not have.
 READ_HERE = ("prompt", "logprobs", "messages", "tools")
-"""Fields that are read here, and those of a chat that this API does not have."""
 
 
 class Completions(Api):

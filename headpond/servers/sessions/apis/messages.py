@@ -55,10 +55,10 @@ ERROR_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+# The system text of Claude Code begins with it. Its number changes with every request; it is not for the model.
 BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
-"""Begins the system text of Claude Code. It has a number that changes with every request, and is not for the model."""
+# Claude Code looks for these words before it compacts its context.
 TOO_LONG = "prompt is too long"
-"""Claude Code looks for these words before it compacts its context."""
 
 
 class Messages(Api):

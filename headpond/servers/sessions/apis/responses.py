@@ -45,8 +45,8 @@ REFUSED = {
     "conversation": "send the items, or previous_response_id",
     "prompt": "send instructions and input",
 }
+# Tools whose type begins with this are left out: the agent does not run them, and the policy cannot.
 DROPPED = "web_search"
-"""Begins the types of tools that are left out: the agent does not run them, and the policy cannot."""
 ROLES = {"user": "user", "system": "system", "developer": "system"}
 ANSWER_ITEMS = ("reasoning", "function_call", "custom_tool_call")
 ENCRYPTED, LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"
