@@ -21,14 +21,12 @@ def sessions(
     policy_renderer: Annotated[
         str | None, Option(help="Render prompts here: a tokenizer's directory, or bytes-chatml.")
     ] = None,
-    append_roles: Annotated[str | None, Option(help="Roles that may follow a completion: tool,user.")] = None,
     mode: Annotated[Mode | None, Option(help="Default: linear with a renderer, otherwise open.")] = None,
     instance_id: Annotated[str | None, Option(help="32 hex digits. Default: random.")] = None,
     engine_routed_experts: Annotated[
         bool | None, Option("--engine-routed-experts", help="Request routed experts.")
     ] = None,
     proxy_allow: Annotated[str | None, Option(help="Further paths that agents may request: /v1/embeddings,...")] = None,
-    cpu_workers: Annotated[int | None, Option(help="Threads for large bodies. Default: number of cores.")] = None,
     store: Annotated[
         str | None, Option(help="URL of the store: file:///... or module:Class://address. Default: the run's.")
     ] = None,
@@ -51,12 +49,10 @@ def sessions(
         "sessions.processes": processes,
         "engine.urls": engine_urls,
         "policy.renderer": policy_renderer,
-        "sessions.append_roles": append_roles,
         "sessions.mode": mode,
         "sessions.instance_id": instance_id,
         "engine.routed_experts": engine_routed_experts,
         "sessions.proxy_allow": proxy_allow,
-        "sessions.cpu_workers": cpu_workers,
         "store": store,
         "sessions.require_secret": require_secret,
     }

@@ -1,8 +1,8 @@
 """Random draws as a pure function of a seed and a name: the same in any order and any process. No generator state."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 from statistics import NormalDist
 
 import xxhash
@@ -33,13 +33,12 @@ class Draws:
         return xxhash.xxh3_64_intdigest(name.encode(), self.seed)
 
 
-class Shape(StrEnum):
-    CONSTANT = "constant"
-    UNIFORM = "uniform"
-    LOGNORMAL = "lognormal"
-
-
-PARAMETERS = {Shape.CONSTANT: 1, Shape.UNIFORM: 2, Shape.LOGNORMAL: 2}
+# Name -> number of parameters, and the quantile at a share.
+SHAPES: dict[str, tuple[int, Callable[..., float]]] = {
+    "constant": (1, lambda share, value: value),
+    "uniform": (2, lambda share, low, high: low + share * (high - low)),
+    "lognormal": (2, lambda share, median, sigma: median * math.exp(sigma * NORMAL.inv_cdf(share))),
+}
 SYNTAX = "constant:VALUE, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA"
 
 
@@ -47,26 +46,22 @@ SYNTAX = "constant:VALUE, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA"
 class Distribution:
     """A distribution of non-negative numbers, evaluated by quantile."""
 
-    shape: Shape
+    shape: str
     parameters: tuple[float, ...]
 
     @classmethod
     def parse(cls, text: str) -> "Distribution":
-        name, *numbers = text.split(":")
+        shape, *numbers = text.split(":")
         try:
-            shape, parameters = Shape(name), tuple(float(number) for number in numbers)
-        except ValueError:
+            parameters = tuple(map(float, numbers))
+            count, _ = SHAPES[shape]
+        except (ValueError, KeyError):
             raise ConfigError(f"{text!r} is not a distribution: write {SYNTAX}") from None
-        if len(parameters) != PARAMETERS[shape] or not all(0 <= number < math.inf for number in parameters):
+        if len(parameters) != count or not all(0 <= number < math.inf for number in parameters):
             raise ConfigError(f"{text!r} is not a distribution: write {SYNTAX}, with non-negative numbers")
         return cls(shape, parameters)
 
     def at(self, share: float) -> float:
-        """The quantile at `share`."""
-        match self.shape, self.parameters:
-            case Shape.UNIFORM, (low, high):
-                return low + share * (high - low)
-            case Shape.LOGNORMAL, (median, sigma):
-                return median * math.exp(sigma * NORMAL.inv_cdf(share))
-            case _:
-                return self.parameters[0]
+        """Return the quantile at `share`."""
+        _, quantile = SHAPES[self.shape]
+        return quantile(share, *self.parameters)
