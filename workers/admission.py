@@ -1,4 +1,4 @@
-"""Whether this worker may take jobs: it tells Redis once a second that it is there, and reads the answer.
+"""Decides whether this worker may take jobs: it reports to Redis once a second, and reads the answer.
 
 It takes none while its settings are not the run's, none in quarantine, and one at a time on trial. Without an
 orchestrator there is no answer, and it takes what is queued; `headpond.tasks.agreement` then decides for each message.
@@ -108,7 +108,7 @@ class Admission:
 
 
 def _blocked() -> dict[str, Any]:
-    """What a rollout worker says whose event loop is blocked: it is there, and does not work."""
+    """Return the report of a rollout worker whose event loop is blocked: it is present, and does not work."""
     executor = jobs.executor
     if executor is None or executor.ticks():
         return {}
@@ -116,7 +116,7 @@ def _blocked() -> dict[str, Any]:
 
 
 class AdmissionStep(bootsteps.StartStopStep):
-    """Between Celery's consumer and the queues. Started again after every reconnection."""
+    """Stands between Celery's consumer and the queues. Celery starts it again after every reconnection."""
 
     requires = (Tasks,)
     admission: Admission | None = None

@@ -1,4 +1,4 @@
-"""What workers change of Celery: batches of task events, the retry of its connections, and remote control."""
+"""Changes of workers to Celery: batches of task events, the retry of its connections, and remote control."""
 
 from collections.abc import Callable
 from functools import partial

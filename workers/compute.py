@@ -16,7 +16,7 @@ set_up(app, WorkerKind.COMPUTE, pool="celery.concurrency.prefork:TaskPool")
 
 @worker_init.connect
 def _import_rules(**_: object) -> None:
-    """Before the children are forked: a wrong name is refused once, at start."""
+    """Import the rules before the children are forked: a wrong name is refused once, at start."""
     try:
         import_rules(settings())
     except ConfigError as error:

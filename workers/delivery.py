@@ -40,7 +40,7 @@ class Delivery:
     _body: "asyncio.Task[None] | None" = None
     _cancelled_for: str | None = None
     _timer: asyncio.TimerHandle | None = None
-    """Of the next limit."""
+    """Timer of the next limit."""
 
     def terminate(self, signal: int | None = None) -> None:
         """Called by the Request, on the hub thread, after it has sent the event that the task is revoked."""
@@ -106,7 +106,7 @@ def _is_async(run: Callable[..., Any]) -> bool:
 
 
 def exception_info(error: BaseException) -> ExceptionInfo:
-    """As Celery's tracer passes it to the Request."""
+    """Build the information that Celery's tracer passes to the Request."""
     if error.__traceback__ is None:  # ExceptionInfo needs one, and an exception that was never raised has none
         _raise_and_catch(error)
     info = ExceptionInfo((type(error), error, error.__traceback__))

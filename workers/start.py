@@ -1,4 +1,4 @@
-"""What both worker apps set up before `celery worker` starts them: their queues, their name, what they refuse."""
+"""Sets up both worker apps before `celery worker` starts them: their queues, their names, refusals."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""The reward of a run, step by step: read from its metrics, told in a line and drawn with characters."""
+"""Reads the reward of a run from its metrics, for one line of text and a drawing with characters."""
 
 import contextlib
 import json

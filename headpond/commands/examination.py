@@ -1,4 +1,4 @@
-"""What `headpond doctor` finds: of the engine, and of everything else that a run needs."""
+"""Findings of `headpond doctor`: the engine, and everything else that a run needs."""
 
 from collections.abc import Iterator
 from typing import cast

@@ -97,7 +97,7 @@ def _next(commands: list[str]) -> list[Fact]:
 
 
 def _command(python: str, weights: str | None) -> str:
-    """That of the trainer with torch. ConfigError if it could not begin."""
+    """Return the command of the trainer with torch. Raise ConfigError if it could not begin."""
     from headpond.commands.launcher.parts import RUN_DIR
 
     if not weights:
@@ -117,7 +117,7 @@ def _command(python: str, weights: str | None) -> str:
 
 
 def learning_rate(weights: Path) -> str:
-    """By the size of the files in a directory of weights."""
+    """Choose by the size of the files in a directory of weights."""
     size = sum(path.stat().st_size for path in weights.glob("*.safetensors"))
     return next((rate for most, rate in LEARNING_RATES if 0 < size <= most), LEARNING_RATE)
 
@@ -137,7 +137,7 @@ def _look(python: str, weights: str) -> dict[str, Any]:
 
 
 def _examined(url: str, *, loads_weights: bool) -> "Examination":
-    """What the doctor finds of a server. Problems are printed; they do not keep the files from being written."""
+    """Examine a server. Problems are printed; the files are written all the same."""
     from headpond import config
     from headpond.doctor.examination import Examination
     from headpond.event_loop import factory as event_loop

@@ -23,7 +23,7 @@ def record(
     out: Annotated[Path, Option(help="Directory of the session's files and the transcript.")] = Path("recording"),
     as_json: Json = False,
 ) -> None:
-    """Run a program against a session server in front of an engine, and write what it said.
+    """Run a program against a session server in front of an engine, and write its conversation.
 
     The program finds the server in the variables that agents read (OPENAI_BASE_URL, ANTHROPIC_BASE_URL and others).
     Exits with the program's status. With --json, the program's output is on standard error.

@@ -30,7 +30,7 @@ TRANSCRIPT = "transcript.md"
 
 
 def record(config: RunConfig, command: Sequence[str], out: Path, *, stdout: int | None = None) -> dict[str, Any]:
-    """What was recorded, and the program's exit code. Files are written only if there is a turn. `stdout`: descriptor
+    """Return a summary with the program's exit code. Files are written only if there is a turn. `stdout`: descriptor
     for the program's output, by default that of this process."""
     work = _record(config, command, out, stdout)
     return event_loop.run(work, concurrency=CONCURRENCY, cpu_threads=config.sessions.cpu_workers)
@@ -64,7 +64,7 @@ async def _record(config: RunConfig, command: Sequence[str], out: Path, stdout: 
 
 
 async def _run(command: Sequence[str], variables: Mapping[str, str], stdout: int | None) -> int:
-    """The program with this terminal. Ctrl-C reaches both: the program decides, and what it said is kept."""
+    """Run the program on this terminal. Ctrl-C reaches both: the program decides, and its conversation is kept."""
     launcher = [sys.executable, "-I", "-S", "-c", LAUNCHER, str(os.getpid())]
     program = await asyncio.create_subprocess_exec(*launcher, *command, env=dict(variables), stdout=stdout)
     async with _signals(program):

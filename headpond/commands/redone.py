@@ -45,10 +45,10 @@ TOKENS_DELETED = "its tokens are deleted, so that it cannot be packed"
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What becomes of a rollout."""
+    """The decision about a rollout."""
 
     dropped: str | None
-    """by which filter, or why else"""
+    """the filter that dropped it, or another reason"""
     advantage: float | None
     masked: bool = False
     credit: str | None = None
@@ -94,7 +94,7 @@ class Member:
     result: RolloutResult
     delivered: BatchRollout | None
     matches: Matches | None
-    """of the token filters; None if its tokens are deleted"""
+    """matches of the token filters; None if its tokens are deleted"""
 
 
 class Redo:
@@ -198,7 +198,7 @@ class Redo:
         return member.result if member.matches else member.result.model_copy(update={"columns": None})
 
     def _dropped(self, member: Member) -> str | None:
-        """By a token filter now, or by the run for what cannot be judged again."""
+        """Return why it is dropped: by a token filter now, or by the run where nothing can be judged again."""
         reason: str | None = member.row["reason"]
         if reason in self._group_filters or (reason in self._token_filters and member.matches):
             reason = None
@@ -207,7 +207,7 @@ class Redo:
     def _final(
         self, scratch: ReadThroughStore, step: int, packed: list[Member], verdicts: Mapping[str, Verdict]
     ) -> StepAdvantages:
-        """Of the batch phase, if the estimator has one, from the state that the step before has left."""
+        """Run the batch phase, if the estimator has one, from the state that the step before has left."""
         first = {member.id: verdicts[member.id].advantage or 0.0 for member in packed}
         recipe = resolve(self._config.advantages, group_size=self._config.rollouts.group_size)
         if not recipe.has_batch_phase or not packed:
@@ -273,7 +273,7 @@ def _groups(connection: sqlite3.Connection, manifest: Manifest) -> list[str]:
 
 
 def _results(connection: sqlite3.Connection, group: str) -> list[tuple[pages.Row, RolloutResult]]:
-    """What the run gave the group's jobs: every rollout with a result that did not die."""
+    """List every rollout of the group that has a result and did not die."""
     kept = histories.kept_of_group(connection, group).results
     rows = [row for row in pages.group_rows(connection, group) if row["state"] != "dead" and row["index"] in kept]
     return [(row, RolloutResult.model_validate(kept[row["index"]])) for row in rows]

@@ -49,7 +49,7 @@ class TriedRollout:
     error: str | None = None
     """why there is no result"""
     traceback: str | None = None
-    """of the environment's own exception"""
+    """traceback of the environment's own exception"""
     conversations: list[list[dict[str, Any]]] = field(default_factory=list[list[dict[str, Any]]])
     """the messages of each sample; without a result, of each request and its completion"""
     samples: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
@@ -61,10 +61,10 @@ class Trial:
         self._names = names
         self._examples = examples
         self.weights: dict[str, WeightLabel] = {}
-        """replica -> what it calls its weights"""
+        """replica -> label of its weights"""
 
     async def play(self, *, print_as_played: bool) -> list[TriedRollout]:
-        """In the order of environments and examples, whatever finishes first."""
+        """Play all. Results keep the order of environments and examples."""
         self.weights = await _weights(self._settings)
         if print_as_played:
             print_facts(_weight_facts(self.weights))
@@ -119,7 +119,7 @@ class Trial:
 
 
 async def _weights(settings: RunConfig) -> dict[str, WeightLabel]:
-    """Of the replicas that say it."""
+    """Map each replica that reports its weights -> their label."""
     weights: dict[str, WeightLabel] = {}
     if settings.engine.versions == "reported":
         async with EngineControl.open(settings.engine) as control:

@@ -18,7 +18,7 @@ class Setting(NamedTuple):
     key: str
     """Dotted; entries of tables have keys of their own, e.g. `environments.sums.options.digits`."""
     value: Any
-    """As JSON."""
+    """The value as JSON."""
     declared: Declared
 
 

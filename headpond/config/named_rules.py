@@ -36,13 +36,13 @@ def named_rules(config: RunConfig) -> list[NamedCode]:
 
 
 def import_rules(config: RunConfig) -> None:
-    """For a process that runs them. Raises one ConfigError that lists every problem."""
+    """Import the rules into a process that runs them. Raise one ConfigError that lists every problem."""
     check_here(named_rules(config))
 
 
 def check_rules(config: RunConfig) -> bool:
-    """For a process that runs none of them, nor the engine's dialect, which is checked too. As `import_rules`; returns
-    whether the estimator has a batch phase."""
+    """Check the rules and the engine's dialect for a process that runs neither. Return whether the estimator has a
+    batch phase."""
     dialect = config.engine.dialect
     check, place = "headpond.engines.dialects:check_dialect", config.place_of("engine", "dialect")
     engine = NamedCode(setting="engine.dialect", name=dialect, check=check, place=place)

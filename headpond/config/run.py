@@ -152,7 +152,7 @@ class BatchSettings(Section):
 
     @cached_property
     def declared_fields(self) -> tuple[TrainerField, ...]:
-        """By name."""
+        """Return the fields in the order of their names."""
         return tuple(settings.named(name) for name, settings in sorted(self.fields.items()))
 
     def fields_of(self, source: FieldSource) -> tuple[TrainerField, ...]:
@@ -380,7 +380,7 @@ class RunConfig(Section):
 
     @property
     def store_url(self) -> str:
-        """For `open_store`."""
+        """Return the argument of `open_store`."""
         return self.store or (self.run_dir.resolve() / "store").as_uri()
 
     @property

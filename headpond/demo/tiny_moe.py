@@ -66,7 +66,7 @@ def initial_weights(seed: int) -> Weights:
 
 
 def save(directory: Path, weights: Weights) -> None:
-    """The same weights give the same bytes. What a killed writer left is overwritten."""
+    """Write the weights. The same weights give the same bytes; leftovers of a killed writer are overwritten."""
     atomic.write_durably(directory / FILE, tensors.to_bytes(weights, {}), suffix="tmp")
 
 
@@ -89,13 +89,13 @@ def _shapes() -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPass:
-    """What the gradient needs of one layer."""
+    """Values of one layer for the gradient."""
 
     input: Array
     routes: Array
     """[rows, TOPK]"""
     shares: Array
-    """of the routed experts; their sum is 1"""
+    """shares of the routed experts; their sum is 1"""
     gates: Array
     """[rows, EXPERTS]: the shares, 0 elsewhere"""
     before: Array

@@ -1,4 +1,4 @@
-"""Is the engine what the configuration says? Plays short conversations as a rollout would and reads what was recorded.
+"""Checks that the engine fits the configuration: plays short conversations like a rollout and reads the recording.
 
 `quick` is made at every start of a run; `examine` is `headpond doctor`.
 """

@@ -168,12 +168,12 @@ class Examination:
 
     @property
     def shorter_sequences(self) -> int | None:
-        """At how many tokens the server ends sequences, if that is before `policy.max_seq_len`."""
+        """Return the server's longest sequence, if it is shorter than `policy.max_seq_len`."""
         lengths = [longest for facts in self.facts if (longest := facts.models.get(self._model)) is not None]
         return min((longest for longest in lengths if longest < self.config.policy.max_seq_len), default=None)
 
     def block(self) -> str:
-        """A `[engine]` section that fits what was found, for `headpond init --engine`."""
+        """Write the `[engine]` section for `headpond init --engine`, from the facts."""
         urls = ", ".join(json.dumps(facts.url) for facts in self.facts)
         lines = ["[engine]", f"urls = [{urls}]", f"model = {json.dumps(self._model)}"]
         lines.append(f"dialect = {json.dumps(self._dialect)}")

@@ -1,4 +1,4 @@
-"""What an examination found, and what to change."""
+"""Findings of an examination, and the change that helps."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -131,7 +131,7 @@ def logprobs_mode(columns: Columns) -> str | None:
 
 
 def check_sampling(policy: Policy, engine: Engine) -> Finding | None:
-    """What makes the trainer's probabilities those of another distribution than the sampler's."""
+    """Find parameters that give the sampler another distribution than the trainer's."""
     altered = altered_parameters(policy.sampling.model_dump(exclude={"more"}) | policy.sampling.more)
     if penalties := sorted(altered.keys() - TRUNCATIONS):
         return note(
@@ -152,7 +152,8 @@ def check_sampling(policy: Policy, engine: Engine) -> Finding | None:
 
 
 def check_logprobs_mode(columns: Columns, configured: str, stated: Sequence[str] = ()) -> Finding:
-    """`stated`: what servers say of themselves, for a policy so flat or so certain that its tokens cannot tell."""
+    """Compare the mode with the configured one. `stated` has the servers' own statements, for a policy so flat or so
+    certain that its tokens show nothing."""
     mode = logprobs_mode(columns) or next((each for each in stated if each != configured), next(iter(stated), None))
     if mode is None:
         return note("logprobs", "their mode could not be determined: no token was drawn at both temperatures")

@@ -1,4 +1,4 @@
-"""What a server says of itself: its kind, version, models and flags. Every answer may be missing."""
+"""Facts that a server reports: its kind, version, models and flags. Every answer may be missing."""
 
 import asyncio
 import contextlib
@@ -41,7 +41,7 @@ FLAGS = (
 class ServerFacts:
     url: str
     kind: str | None = None
-    """`vllm`, `sglang` or what the server calls itself"""
+    """`vllm`, `sglang` or the server's own name for itself"""
     version: str | None = None
     models: Mapping[str, int | None] = field(default_factory=dict[str, int | None])
     """name -> longest sequence, if stated"""
@@ -49,17 +49,17 @@ class ServerFacts:
     """directory or name of the weights that the server has begun with"""
     flags: Mapping[str, Any] = field(default_factory=dict[str, Any])
     weight_version: str | None = None
-    """what the server says about its weights"""
+    """version of the weights, as the server reports it"""
     absent_calls: tuple[str, ...] = ()
     """paths that `engine.weight_update = "headpond"` would need and the server does not have"""
     processes: int = 0
-    """that answered at the address; 0 if the server does not say"""
+    """number of processes that answered at the address; 0 if the server does not report it"""
     shape: "ModelShape | None" = None
-    """by the model's own config.json, where this host can read it"""
+    """shape from the model's config.json, where this host can read it"""
 
     @property
     def logprobs_mode(self) -> str | None:
-        """By the server's own word (vLLM with VLLM_SERVER_DEV_MODE=1); as `engine.logprobs_mode`."""
+        """Return the mode that the server reports (vLLM with VLLM_SERVER_DEV_MODE=1), as in `engine.logprobs_mode`."""
         stated = str(self.flags.get("logprobs_mode", ""))
         return next((mode for mode in ("raw", "processed") if stated.lower().endswith(f"{mode}_logprobs")), None)
 
@@ -106,7 +106,7 @@ async def read_facts(settings: Engine, url: str) -> ServerFacts:
 
 
 def _model_shape(directories: Sequence[str]) -> ModelShape | None:
-    """Of the first directory that has a readable config.json; a model's name on a hub is none."""
+    """Read the first config.json that this host has. A model's name on a hub is no directory."""
     for directory in directories:
         path = Path(directory) / "config.json"
         with contextlib.suppress(OSError, ValueError):
@@ -234,7 +234,7 @@ def check_kind(facts: ServerFacts, settings: Engine) -> list[Finding]:
 
 
 def _release(facts: ServerFacts) -> tuple[int, ...]:
-    """Empty if the server does not say, or calls it otherwise."""
+    """Return the release as numbers; empty if the server reports none."""
     match = re.match(r"v?(\d+(?:\.\d+)+)", facts.version or "")
     return tuple(map(int, match[1].split("."))) if match else ()
 

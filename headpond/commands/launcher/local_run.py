@@ -114,7 +114,7 @@ class LocalRun:
             time.sleep(TICK_S)
 
     def _start_in_order(self) -> Iterator[None]:
-        """Start what others need first. Yields while it waits."""
+        """Start processes in the order in which they need each other. Yield while one is not ready."""
         settings, supervisor, joined = self._settings, self._supervisor, self._joined
         if settings.engine.command and not joined:
             port = free_port() if parts.PORT in settings.engine.command else None

@@ -93,7 +93,7 @@ class Supervisor:
         return name in self.parts and self.parts[name].ready
 
     def over(self, name: str) -> bool:
-        """Also if it was never started."""
+        """Return whether the process has ended for good, or was never started."""
         return name not in self.parts or self.parts[name].over
 
     def check(self) -> None:

@@ -28,7 +28,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseContent:
-    """What a body is made of."""
+    """The content of a body."""
 
     request: CompletionRequest
     sampled: Sampled
@@ -113,7 +113,7 @@ def _sglang_finish_reason(generation: Generation) -> bytes:
 
 
 def generate_body(content: ResponseContent) -> list[Part]:
-    """In vLLM 0.32, the choices come last, and a choice's logprobs last of all."""
+    """Write the choices last, and a choice's logprobs last of all, like vLLM 0.32."""
     generation = content.generation
     name = content.name
     experts = _routed_experts(content, "npy") or [b',"routed_experts":null']

@@ -22,11 +22,11 @@ class Draws:
         self.seed = hashed.intdigest()
 
     def uniform(self, name: str) -> float:
-        """In the open interval (0, 1)."""
+        """Draw from the open interval (0, 1)."""
         return ((self._number(name) >> 11) + 0.5) / 2**53
 
     def integer(self, name: str, low: int, high: int) -> int:
-        """From `low` to `high`, inclusive."""
+        """Draw from `low` to `high`, both included."""
         return low + self._number(name) % (high - low + 1)
 
     def _number(self, name: str) -> int:

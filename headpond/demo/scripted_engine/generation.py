@@ -47,7 +47,7 @@ class Generation:
     reasoning: str | None = None
     """a thought that was cut off"""
     logprobs: NDArray[np.float64] | None = None
-    """of a model, in place of `levels`"""
+    """logprobs of a model, in place of `levels`"""
     sampling_mask: Sequence[Ids] | None = None
     """the tokens that each token was drawn from, of a model with top_k"""
     unknown_logprobs: int = 0

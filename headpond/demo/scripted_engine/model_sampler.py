@@ -56,7 +56,7 @@ class TokenStream:
         self.logprobs: list[float] = []
         self.drawn_from: list[Ids] = []
         self.states: list[State] = []
-        """of each token"""
+        """state of the weights for each token"""
 
     @property
     def ids(self) -> Ids:
@@ -76,7 +76,7 @@ class TokenStream:
         return self._length - self._routed
 
     def windows(self, most: int) -> Array:
-        """Of the tokens without a row, `most` of them. After the last token, the next one can be sampled."""
+        """Return up to `most` windows of tokens without a row. After the last token, the next one can be sampled."""
         known = self._tokens[: tiny_moe.WINDOW + self._length]
         views = np.lib.stride_tricks.sliding_window_view(known, tiny_moe.WINDOW)
         return views[self._routed + 1 :][:most]
@@ -104,7 +104,7 @@ class ModelSampler:
         self._settings = settings
         self._weights = weights
         self._streams: dict[TokenStream, None] = {}
-        """in the order of their arrival"""
+        """streams in the order of their arrival"""
         self._thread = ThreadPoolExecutor(1, "forward-pass")
         self._decoding: asyncio.Task[None] | None = None
 
@@ -131,7 +131,7 @@ class ModelSampler:
         return Sampled(generation=generation, spans=spans, experts=rows)
 
     async def _decode(self) -> None:
-        """Until no completion is left."""
+        """Run passes until no completion is left."""
         while self._streams:
             for stream in [each for each in self._streams if each.flight.aborted or each.ended]:
                 self._streams.pop(stream)

@@ -77,7 +77,7 @@ class EngineSettings:
     """share of good answers to questions of the built-in environments"""
     latency_s: Distribution
     completion_tokens: Distribution
-    """at least the length of the scripted answer"""
+    """the scripted answer is a lower limit"""
     routed_experts: ExpertShape
     failures: FailureRates
     max_model_len: int

@@ -22,9 +22,9 @@ KEEP, WAIT, ABORT = "keep", "wait", "abort"
 @dataclass(frozen=True)
 class State:
     label: str
-    """What the engine says."""
+    """The version that the engine reports."""
     version: int
-    """What is loaded."""
+    """The version that is loaded."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Weights:
             self._idle.set()
 
     async def sample(self, flight: Flight, latency_s: float) -> None:
-        """Until the completion has ended, or was aborted."""
+        """Wait until the completion has ended, or was aborted."""
         try:
             async with asyncio.timeout(latency_s):
                 await flight.released.wait()

@@ -40,7 +40,7 @@ class Curves:
         self._means = Means(directory)
 
     def read(self) -> bool:
-        """Read what was appended; False if more is left to be read."""
+        """Read the appended lines. Return False if more is left to be read."""
         with self._lock:
             left, before, self._read = self._read_bytes - self._means.read(self._read_bytes), self._read, {}
             for name in FILES:

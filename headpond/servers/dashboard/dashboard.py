@@ -129,8 +129,8 @@ class Dashboard:
         return response
 
     def _authorise(self, request: web.Request) -> None:
-        """Without a secret, the Host must be this host's: a page of another site whose name resolves to a loopback
-        address must not read runs."""
+        """Check the secret. If there is none, the Host must be this host's: a page of another site whose name
+        resolves to a loopback address must not read runs."""
         if self._secret is None:
             if not is_loopback(request.url.host or ""):
                 raise Unauthorised(f"this dashboard is read at a loopback address, not at {request.url.host}")

@@ -74,7 +74,7 @@ def _hash(text: str) -> str:
 
 
 def _answers(run: RunView) -> dict[str, Any]:
-    """What the pages ask for, by the addresses that they ask at. What cannot be read is left out."""
+    """Map addresses that the pages ask at -> answers. Files that cannot be read are left out."""
     while not run.curves([])["complete"]:
         pass
     answers: dict[str, Any] = {"overview": run.overview(), "curves": run.curves([]), "settings": run.settings()}
@@ -109,7 +109,7 @@ def _pages(run: RunView, fall: dict[str, Any]) -> dict[str, Any]:
 
 
 def _groups(run: RunView) -> dict[str, Any]:
-    """The newest delivered groups, their rollouts, and what was said."""
+    """Return the newest delivered groups, their rollouts and conversations."""
     rows = [
         row
         for line in run.overview()["last_steps"][:2]

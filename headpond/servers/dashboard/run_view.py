@@ -121,7 +121,7 @@ class RunView:
         }
 
     def why(self) -> dict[str, Any]:
-        """What the run waits for. It may ask Redis and engines, so the last answer holds for some seconds."""
+        """Explain why the run waits. This may ask Redis and engines, so the last answer is kept for some seconds."""
         self._identity()
         with self._explaining:
             if time.monotonic() - self._explained_at > WHY_S:

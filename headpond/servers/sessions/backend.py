@@ -52,9 +52,9 @@ class EngineRequest:
     body: bytes
     headers: Mapping[str, str]
     dialect: Dialect | None = None
-    """of a chat: its response names it. None for a request that is passed on"""
+    """dialect of a chat, whose response names it; None for a request that is passed on"""
     version: SaidVersion | None = None
-    """of the adapter that the request names: the response cannot be of another one"""
+    """version of the adapter that the request names; the response cannot have another one"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,15 +64,15 @@ class EngineResponse:
     chunks: list[Body]
     """the body as received; `joined` empties the list"""
     name: str | None
-    """of the request that it must name (`Backend.check_name`)"""
+    """name of its request, which the response must repeat (`Backend.check_name`)"""
     head: bytes
     replica: Replica
     version: SaidVersion
-    """of the replica's weights before the request left"""
+    """version of the replica's weights before the request left"""
     answered_at: float | None
-    """for `TurnMetadata`"""
+    """`TurnMetadata.answered_at`"""
     seconds: float
-    """that the replica took to answer"""
+    """time that the replica took to answer"""
 
     def joined(self) -> Body:
         return joined(self.chunks)

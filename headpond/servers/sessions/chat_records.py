@@ -41,7 +41,8 @@ def record_of(path: str, chat: Chat, sent: bytes, response: bytes) -> bytes:
 
 
 def answer_id_of(session: Session, arrival: int) -> str:
-    """By which a later request of the same session finds the answer; that of a chat that is left out is random."""
+    """Return the id with which a later request of the same session finds the answer. A chat that is left out gets a
+    random one."""
     number = f"{arrival:08x}" if arrival != NO_ARRIVAL else f"x{secrets.token_hex(4)}"
     return session.settings.session + number
 

@@ -81,7 +81,7 @@ class ReadResponse:
 
     turn: Turn
     body: Body
-    """for the client"""
+    """the client's response"""
     record: bytes
     """request and response as JSON, for the session's records"""
 

@@ -36,12 +36,12 @@ CHOICES = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What a client asked to be in its response."""
+    """Fields that a client asked for."""
 
     names: frozenset[str]
     stream: bool
     usage: bool
-    """at the end of a stream"""
+    """whether a stream ends with the usage"""
 
     @classmethod
     def by(cls, fields: Mapping[str, Any]) -> "Asked":
@@ -55,7 +55,7 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Rendered:
-    """What the renderer made of a completion's tokens, in place of the engine's."""
+    """Values that the renderer made of a completion's tokens, in place of the engine's."""
 
     message: bytes
     finish_reason: str | None
@@ -66,7 +66,7 @@ class Rendered:
 
 
 def completion_for(body: bytes, asked: Asked, rendered: Rendered | None = None) -> bytes:
-    """A validated response without what was not asked for."""
+    """Return a validated response with the fields that were asked for."""
     response = OBJECT.decode(body)
     (choice,) = CHOICES.decode(response["choices"])
     if rendered:
@@ -91,7 +91,7 @@ def fragment(value: msgspec.Raw) -> orjson.Fragment:
 async def rendered_logprobs(
     renderer: PooledRenderer, tokens: Sequence[TokenChoice], fields: Mapping[str, Any]
 ) -> bytes | None:
-    """As OpenAI's API has them, with as many alternatives as the request's `top_logprobs`."""
+    """Return logprobs in the form of OpenAI's API, with as many alternatives as the request's `top_logprobs`."""
     if not tokens:
         return None
     given = fields.get("top_logprobs")

@@ -1,4 +1,4 @@
-"""What agents ask about the model: the tokens of a prompt, and one model by its name. Neither is recorded."""
+"""Agents' queries about the model: the tokens of a prompt, and one model by its name. Neither is recorded."""
 
 from collections.abc import Mapping
 from typing import Any, cast
@@ -64,7 +64,7 @@ class EngineQueries:
         raise NotFound(f"the engine has no model {wanted!r}")
 
     async def _ask(self, method: str, path: str, body: bytes = b"") -> Mapping[str, Any] | None:
-        """The engine's JSON object; None if it has no such path, or says something else."""
+        """Return the engine's JSON object; None if it has no such path, or sends something else."""
         request = EngineRequest(method=method, target=path, body=body, headers={"Content-Type": JSON})
         async with self._backend.send(request) as response:
             if response.status >= 500:

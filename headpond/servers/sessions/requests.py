@@ -68,7 +68,7 @@ class ChatRules:
         return {name: value for name, value in {**decided, **self.forced}.items() if name not in unset}
 
     def left_out_by(self, fields: Mapping[str, Any], headers: CIMultiDictProxy[str]) -> str:
-        """What leaves a chat out of training, the header or the name of a rule; empty for one that is trained on.
+        """Return the header or the rule that leaves a chat out of training; empty for a chat that is trained on.
         `fields` are the client's."""
         match headers.get(TRAIN_HEADER, "true").strip().lower():
             case "false":
@@ -105,11 +105,11 @@ class NewSession(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     attempt: Count = 1
     run: FileName | None = None
     execution: FileName | None = None
-    """with `run` and `rollout`: sealed files are written into the directory of that execution"""
+    """id of the execution; sealed files are written into its directory. It needs `run` and `rollout`"""
     sampling: dict[str, Any] = {}
     """default fields of every chat"""
     model: Name | None = None
-    """of every chat, whatever the client names"""
+    """model of every chat, whatever the client names"""
     forced: dict[str, Any] = {}
     """fields of every chat, whatever the client sends; null removes one"""
     policy_version: Count | None = None
@@ -119,7 +119,7 @@ class NewSession(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     abandoned_versions: tuple[Count, ...] = ()
     """nor do replicas with these"""
     sequence: Count = 0
-    """of the job: the versions of the newest one hold"""
+    """number of the job; the versions of the newest one are used"""
 
 
 class SealRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -128,7 +128,7 @@ class SealRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     turn_rewards: TurnRewards | None = None
     """one for each recorded turn"""
     spans: Annotated[tuple[TimedSpan, ...], msgspec.Meta(max_length=SPANS_MOST)] = ()
-    """what the rollout did beside its turns"""
+    """spans of the rollout beside its turns"""
 
 
 NEW_SESSION = msgspec.json.Decoder(NewSession)
@@ -142,10 +142,10 @@ class Chat:
     conversation: DigestedMessages
     asked: Asked
     context: Any
-    """what the API's response needs of its request"""
+    """values of the request that the API's response needs"""
     instructions: int
     left_out_by: str
-    """what leaves it out of training; empty if it is recorded"""
+    """header or rule that leaves it out of training; empty if it is recorded"""
     prompt_ids: Ids | None = None
     """the prompt itself, in place of messages"""
 

@@ -21,7 +21,7 @@ RETRY_COUNT = "x-stainless-retry-count"
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """What a request says about itself."""
+    """Marks of a request that is sent again."""
 
     key: str
     retried: bool
@@ -52,7 +52,7 @@ class SentChat:
     id: bytes
     key: str
     request: web.BaseRequest
-    """of the client that waits for the answer"""
+    """request of the client that waits for the answer"""
     answer: asyncio.Future[Answer] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     @property

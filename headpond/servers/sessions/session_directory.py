@@ -67,8 +67,8 @@ class SessionDirectory:
         _write(self._path(session, SEALED), sealed)
 
     def sealed(self, session: str) -> bytes | None:
-        """What `save_sealed` kept; None if the seal request did not finish: the session is then sealed again from its
-        log."""
+        """Return the content that `save_sealed` wrote. None if the seal request did not finish: the session is then
+        sealed again from its log."""
         path = self._path(session, SEALED)
         return path.read_bytes() if path.exists() and not unsealed(self.store, self.session_key(session)) else None
 

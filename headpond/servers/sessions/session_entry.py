@@ -1,4 +1,4 @@
-"""A session in the server's memory, and what is kept of it on disk beside its recording."""
+"""A session in the server's memory, and its files beside the recording."""
 
 import asyncio
 import contextlib
@@ -54,9 +54,9 @@ class SessionMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """The server's own data about a session, stored by the recorder in `SessionSettings.notes`."""
 
     secret_digest: str
-    """of the secret for chats"""
+    """digest of the secret for chats"""
     control_digest: str
-    """of the secret for rewards, sealing and deleting"""
+    """digest of the secret for rewards, sealing and deleting"""
     sampling: dict[str, Any]
     created_at: float
     """seconds since 1970"""
@@ -67,7 +67,7 @@ class SessionMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def digests(self) -> tuple[str, str]:
-        """of both secrets"""
+        """Return the digests of both secrets."""
         return self.secret_digest, self.control_digest
 
 
@@ -90,11 +90,11 @@ class Entry:
     scoring: asyncio.Lock = field(default_factory=asyncio.Lock)
     used_at: float = field(default_factory=time.monotonic)
     deadline: float = 0.0
-    """on the monotonic clock"""
+    """time of the monotonic clock at which it expires"""
     last_replica: Replica | None = None
     """replica that served the last chat"""
     usage: Usage = field(default_factory=Usage)
-    """of the replicas, since this process has the session"""
+    """use of the replicas, since this process has the session"""
     aborts: int = 0
     """completions that the engine aborted, and the client asked for again"""
     in_flight: InFlight = field(default_factory=InFlight)

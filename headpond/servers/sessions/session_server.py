@@ -240,7 +240,8 @@ class SessionServer:
                 raise NotFound(f"there is no {method} {path}")
 
     def _authorize(self, request: web.BaseRequest, entry: Entry, *, control: bool) -> SessionMetadata:
-        """An agent has the secret for chats. What decides about its rollout needs the other one, on loopback too."""
+        """Check the secret. An agent has the one for chats; requests that decide about its rollout need the other one,
+        on loopback too."""
         metadata = entry.metadata
         assert metadata is not None
         controls = headers.has_secret(request.headers, metadata.control_digest)
@@ -373,7 +374,7 @@ class SessionServer:
 
 
 def _host(request: web.BaseRequest) -> str:
-    """By which the client reached this server: part of the session's URL."""
+    """Return the host that the client used for this server: part of the session's URL."""
     given = request.headers.get("Host", "")
     if not HOST.fullmatch(given):
         raise BadRequest("the request needs a Host header such as 127.0.0.1:8100: it becomes part of the session's URL")

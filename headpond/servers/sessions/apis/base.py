@@ -38,9 +38,9 @@ class ChatRequest:
     """A request as a chat."""
 
     fields: dict[str, Any]
-    """of Chat Completions"""
+    """fields of Chat Completions"""
     context: Any = None
-    """what the API needs of the request for its response"""
+    """values of the request that the API's response needs"""
     instructions: int = 0
     """characters of the first message that hold for this request only"""
     prompt_ids: Ids | None = None
@@ -52,7 +52,7 @@ class Recorded:
     """A recorded completion for its client."""
 
     completion: bytes
-    """OpenAI's chat completion, with what the client asked for"""
+    """OpenAI's chat completion, with the fields that the client asked for"""
     id: str
     """unique among the answers of all sessions"""
     asked: Asked
@@ -85,7 +85,7 @@ class Api(ABC):
         """The events of a completion."""
 
     def error(self, status: int, text: str, code: str) -> dict[str, Any]:
-        """An error's JSON object, by default OpenAI's. `code` says what happened; it may be empty."""
+        """An error's JSON object, by default OpenAI's. `code` names the cause; it may be empty."""
         kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
         return {"error": {"message": text, "type": kind, "code": code or kind}}
 
@@ -108,7 +108,7 @@ class AssistantParts:
     begun: bool = False
 
     def message(self) -> Message:
-        """As OpenAI's chat API has it."""
+        """Return the message in the form of OpenAI's chat API."""
         message: Message = {"role": "assistant", "content": "".join(self.texts) or (None if self.calls else "")}
         if thoughts := "".join(self.thoughts):
             message["reasoning_content"] = thoughts
@@ -203,7 +203,7 @@ def passed(given: Fields) -> dict[str, Any]:
 
 
 def refuse(given: Fields, names: Mapping[str, str]) -> None:
-    """BadRequest for a field of `names` that is set; the value says what to do instead."""
+    """Raise BadRequest for a field of `names` that is set. The value is the advice."""
     for name, instead in names.items():
         if given.get(name):
             raise BadRequest(f"{name} is not supported by a recording: {instead}")
@@ -287,7 +287,7 @@ def arguments_text(value: Fields) -> str:
 
 
 def dumped(value: object) -> str:
-    """As chat templates print JSON."""
+    """Print JSON like chat templates."""
     return json.dumps(value, ensure_ascii=False)
 
 

@@ -63,7 +63,7 @@ class ToolName:
 
     @property
     def function(self) -> str:
-        """The name by which the policy knows it."""
+        """Return the name that the policy uses."""
         if self.namespace is None:
             return self.name
         return self.namespace + ("" if self.namespace.endswith("__") else "__") + self.name
@@ -71,14 +71,14 @@ class ToolName:
 
 @dataclass(kw_only=True)
 class Context:
-    """What a response needs of its request."""
+    """Values of the request that its response needs."""
 
     echoed: dict[str, Any]
     tool_choice: Any
     parallel: bool
     include: frozenset[str]
     tools: dict[str, ToolName] = field(default_factory=dict[str, ToolName])
-    """By the names of functions: those that are not plain functions."""
+    """name of a function -> a tool that is not a plain function"""
 
 
 class Responses(Api):
@@ -240,7 +240,7 @@ def _tools(given: object, context: Context, namespace: str | None = None) -> Ite
 
 
 def _description(tool: Fields) -> object:
-    """With the grammar of a custom tool, which is not enforced."""
+    """Add the grammar of a custom tool, which is not enforced."""
     match tool.get("format"):
         case {"definition": str(definition)}:
             return "\n\n".join(text for text in (tool.get("description"), definition) if text and isinstance(text, str))
