@@ -49,11 +49,17 @@ class ResponseContent:
 
 def vllm_chat_body(content: ResponseContent) -> list[Part]:
     generation, request = content.generation, content.request
-    message: Json = {"role": "assistant", "content": generation.message["content"], "refusal": None}
-    message |= {"annotations": None, "audio": None, "function_call": None}
-    if calls := _tool_calls(generation):
-        message["tool_calls"] = calls
-    message["reasoning"] = generation.thoughts
+    calls = _tool_calls(generation)
+    message: Json = {
+        "role": "assistant",
+        "content": generation.message["content"],
+        "refusal": None,
+        "annotations": None,
+        "audio": None,
+        "function_call": None,
+        **({"tool_calls": calls} if calls else {}),
+        "reasoning": generation.thoughts,
+    }
     ids = _ids(generation.completion_ids) if request.token_ids else b"null"
     prompt_ids = _ids(request.prompt_ids) if request.token_ids else b"null"
     return [

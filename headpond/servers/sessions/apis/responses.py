@@ -136,9 +136,12 @@ class Responses(Api):
             "created_at": 0,
             "status": "failed",
             "model": "",
+            "output": [],
+            "tools": [],
+            "tool_choice": "auto",
+            "parallel_tool_calls": True,
+            "error": {"code": code, "message": message},
         }
-        failed |= {"output": [], "tools": [], "tool_choice": "auto", "parallel_tool_calls": True}
-        failed["error"] = {"code": code, "message": message}
         second = {"type": "response.failed", "sequence_number": 1, "response": failed}
         return event("error", first | {"error": details}) + event("response.failed", second)
 
