@@ -3,7 +3,6 @@
 run, execution    12 hexadecimal digits
 group             g0000012                             by its ordinal, in the order of planning
 rollout           g0000012-3                           its group and its number there; also the id of its job
-                  v000003-17                           the same of an evaluation
 other jobs        g0000012-filter, s000004f1r0, ...    of a group; of a step's formation (and data rank); ...
 task              <run>.<job>.<attempt>                one submission of a job: the id of its Celery task
 lease             <run>.<job>.<attempt>.<execution>    one execution of a task, a field in Redis
@@ -32,7 +31,6 @@ COLUMNS_FILE, EXPERTS_FILE = "columns.safetensors", "experts.safetensors"
 NUMBER = "(0|[1-9][0-9]*)"
 GROUP = re.compile(r"g([0-9]{7,})")
 ROLLOUT = re.compile(rf"([^.]+)-{NUMBER}")
-EVALUATION_ROLLOUT = re.compile(rf"v[0-9]{{6,}}-{NUMBER}")
 ENCODE_JOB = re.compile(rf"s([0-9]{{6,}})f{NUMBER}r{NUMBER}")
 TASK = re.compile(rf"([^.]+)\.([^.]+)\.{NUMBER}")
 LEASE = re.compile(rf"{TASK.pattern}\.([^.]+)")
@@ -80,19 +78,6 @@ class RolloutId(NamedTuple):
         if matched := cls.match(text):
             return matched
         raise MalformedId(f"{text!r} is not the id of a rollout, such as g0000012-3")
-
-
-def evaluation_rollout(evaluation: int, index: int) -> str:
-    return str(RolloutId(f"v{evaluation:06d}", index))
-
-
-def evaluation_score(evaluation: int, example: int) -> str:
-    return f"v{evaluation:06d}-e{example}"
-
-
-def is_evaluation(rollout: str) -> bool:
-    """Return whether this is a rollout of an evaluation."""
-    return EVALUATION_ROLLOUT.fullmatch(rollout) is not None
 
 
 def survey_job(epoch: int, environment: str) -> str:

@@ -41,7 +41,6 @@ from headpond.orchestrator.reconciler import Reconciler
 from headpond.orchestrator.release import Releaser, Sweeper
 from headpond.orchestrator.replies import Replies
 from headpond.orchestrator.reporting.endpoint import Endpoint
-from headpond.orchestrator.reporting.evaluations_file import EvaluationsFile
 from headpond.orchestrator.reporting.metrics import LagPoller, Metrics
 from headpond.orchestrator.reporting.next_step import NextStep
 from headpond.orchestrator.reporting.prometheus import RunCollector
@@ -124,7 +123,6 @@ class Orchestrator:
         self.shutdown = Shutdown(config, run, ledger, broker, self.stream)
         self.lags = LagPoller(broker, own=PROCESS)
         self.metrics = Metrics(config, ledger, lag, self.lags)
-        self.evaluations_file = EvaluationsFile(config, ledger)
         self.sinks = Sinks(config, run)
         self.next_step = NextStep(config, ledger, self.trainer, self.pipeline, self.reconciler)
         self.reporter = Reporter(self._sources(http_url), on_status)
@@ -157,7 +155,7 @@ class Orchestrator:
             troubles=lambda: [
                 self.broker.trouble, self.ledger.trouble, *self.gates.troubles, self.pipeline.causes.trouble,
                 self.submitter.inputs.writing.trouble, self.sealer.sealing.trouble, self.planner.trouble,
-                *self.trainer.troubles, self.metrics.writing.trouble, self.evaluations_file.writing.trouble,
+                *self.trainer.troubles, self.metrics.writing.trouble,
                 self.releaser.releasing.trouble, self.sweeper.sweeping.trouble, *self.engine.troubles,
                 *self.weights.troubles, self.engine_check.trouble, self.trainer.last_broadcast if self.done else None,
             ],
@@ -199,13 +197,12 @@ class Orchestrator:
         self.composer.resume()
         self.planner.resume()
         self.evaluations.resume()
-        self.evaluations_file.resume()
         await self.submitter.remove_leftovers()
         await self.shutdown.resume()
         await self.attendance.exchange()
         duties = [self.read_replies, self.reconcile, self.follow_trainer, self.sweep, self.lock.keep, self.engine.run,
                   self.engine_check.run, self.load.run, self.weights.run, self.reporter.run, self.metrics.run,
-                  self.evaluations_file.run, self.lag.run, self.lags.run, self.watch_progress,
+                  self.lag.run, self.lags.run, self.watch_progress,
                   self.follow_retry_requests]  # fmt: skip
         async with self.sinks.sending():
             async with asyncio.TaskGroup() as group:
@@ -214,7 +211,6 @@ class Orchestrator:
                 for task in tasks:
                     task.cancel()
             await self.metrics.write()
-        await self.evaluations_file.write()
         await self.reporter.write()
         why = (self.planner.out_of_data or "the run is complete") if self.done else "the orchestrator was stopped"
         await self.trainer.write_status(why, ended=self.done)
@@ -224,7 +220,7 @@ class Orchestrator:
         if self.done:
             if why := self.planner.out_of_data:
                 logger.warning("action=out_of_data %s", why)
-            self.evaluations.cancel()
+            self.evaluations.cancel(self.evaluations.open, "the run has ended")
             await self.shutdown.finish()
             await self.trainer.read()
             await self.releaser.run_once()

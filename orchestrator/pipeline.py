@@ -1,6 +1,7 @@
 """The order of the stages:
 
     play -> score? -> filter -> advantage -> admitted        a group
+    play -> score? -> evaluated                              a group of an evaluation
     compose -> batch_phase? -> encode -> seal                a step, of admitted groups
 
 A stage is `tasks/stages/NAME.py` (message and body), `orchestrator/stages/NAME.py` (what the run does with it), and a
@@ -23,7 +24,6 @@ from headpond.orchestrator.stages.advantage import Advantage
 from headpond.orchestrator.stages.batch_phase import BatchPhase
 from headpond.orchestrator.stages.draw import Draw
 from headpond.orchestrator.stages.encode import Encode
-from headpond.orchestrator.stages.evaluation import EvaluationPlay, EvaluationScore
 from headpond.orchestrator.stages.filter import Filter
 from headpond.orchestrator.stages.play import Play
 from headpond.orchestrator.stages.score import Score
@@ -59,15 +59,17 @@ class Pipeline:
         self.play = Play(parts)
         self.batch_phase = BatchPhase(parts)
         self.encode = Encode(parts)
-        self.of_group = (
+        self.of_evaluation = (
             self.play,
             Score(parts),  # if its environment scores groups
+        )
+        self.of_group = (
+            *self.of_evaluation,
             Filter(parts),
             Advantage(parts),
         )
         self.of_step = (self.batch_phase, self.encode) if batch_phase else (self.encode,)
-        of_evaluations = EvaluationPlay(parts, evaluations, self.play), EvaluationScore(parts, evaluations)
-        stages = (self.survey, self.draw, *of_evaluations, *self.of_group, self.batch_phase, self.encode)
+        stages = (self.survey, self.draw, *self.of_group, self.batch_phase, self.encode)
         self.stages: dict[str, RunStage[Any]] = {stage.name: stage for stage in stages}
         """name in the ledger -> stage"""
 
@@ -84,13 +86,17 @@ class Pipeline:
         self._ledger.unwanted_blobs += {key for job in self._ledger.jobs_of(batch) for key in self.files_of(job)}
 
     def advance(self, group: GroupRecord) -> None:
-        """Begin the next stage that wants the group. After the last one, admit it."""
-        names = [stage.name for stage in self.of_group]
-        for stage in self.of_group[names.index(group.state) + 1 :]:
+        """Begin the next stage that wants the group. After the last one, admit it, or give it to its evaluation."""
+        stages = self.of_evaluation if group.is_evaluation else self.of_group
+        names = [stage.name for stage in stages]
+        for stage in stages[names.index(group.state) + 1 :]:
             if stage.wants(group):
                 stage.enter(group)
                 return
-        self._admit(group)
+        if group.is_evaluation:
+            self._evaluate(group)
+        else:
+            self._admit(group)
 
     @property
     def has_batch_phase(self) -> bool:
@@ -105,7 +111,10 @@ class Pipeline:
         self.encode.enter(batch)
 
     def drop(self, group: GroupRecord, reason: str) -> None:
-        """Drop the rest of the group; the planner replaces it."""
+        """Drop the rest of the group; the planner replaces it. An evaluation ends without it."""
+        if group.is_evaluation:
+            self._evaluate(group)
+            return
         for rollout in group.of(RolloutState.GENERATED):
             self._ledger.drop(rollout, reason)
         dropped = group.of(RolloutState.FILTERED)
@@ -129,6 +138,10 @@ class Pipeline:
         ledger.state.groups_admitted += 1
         environment.groups_admitted += 1
         self._explain(group)
+
+    def _evaluate(self, group: GroupRecord) -> None:
+        self.evaluations.scored(group)
+        self._end(group)
 
     def _end(self, group: GroupRecord, dropped: str | None = None) -> None:
         """No stage works on it any more."""

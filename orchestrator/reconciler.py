@@ -172,7 +172,7 @@ class Reconciler:
         async for some in in_slices([*running, *(self._ages_s.keys() - running)], JUDGED_AT_ONCE):
             for id in some:
                 group = self._ledger.groups.get(id)
-                if group is None or group.state != GroupState.PLAYING:
+                if group is None or group.state != GroupState.PLAYING or group.is_evaluation:
                     self._ages_s.pop(id, None)
                     continue
                 age_s = self._ages_s[id] = self._ages_s.get(id, 0.0) + (passed_s if id in running else 0.0)

@@ -18,7 +18,6 @@ from headpond.ledger import queries, schema
 from headpond.ledger.sealed_files import files_of, unreleased_keys
 from headpond.ledger.states import UNGENERATED
 from headpond.orchestrator.duties.housekeeping import Reported, delete
-from headpond.orchestrator.ledger.evaluations import EvaluationRecord, is_open
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.rows import GroupRecord
 from headpond.orchestrator.trainer import Trainer, last_released
@@ -108,16 +107,10 @@ class SomeRollouts(NamedTuple):
     """files of settled ones that stay"""
 
 
-def sort_out(
-    names: Iterable[str], groups: Mapping[str, GroupRecord], evaluations: Mapping[int, EvaluationRecord]
-) -> SomeRollouts:
+def sort_out(names: Iterable[str], groups: Mapping[str, GroupRecord]) -> SomeRollouts:
     """Leaves out rollouts that are not generated: an execution may be writing."""
     found = SomeRollouts([], [], set())
     for name in names:
-        if ids.is_evaluation(name):
-            if not is_open(evaluations, name):
-                found.settled.append(name)
-            continue
         id = ids.RolloutId.match(name)
         group = groups.get(id.group) if id else None
         if id is None or group is None or id.number >= len(group.rollouts):
@@ -173,7 +166,7 @@ class Sweeper:
             # is delivered after its open record was looked up is named by that; one that was delivered before is
             # committed.
             some = rollouts[first : first + SWEPT_AT_ONCE]
-            found = sort_out(some, self._ledger.groups, self._ledger.evaluations)
+            found = sort_out(some, self._ledger.groups)
             released = dict(self._ledger.state.released)
             await self._ledger.committed()
             removed += await in_io_thread(self._sweep_rollouts, found, released)

@@ -46,7 +46,7 @@ class Replies:
         error = reply.error or "the reply does not answer the job"
         match reply.outcome:
             case Outcome.DONE if result and reply.stage == stage.stage.name and stage.fits(job, result):
-                self._ledger.state.stages[stage.name].settle(reply.duration_s)
+                self._ledger.state.stages[self._ledger.kind(job)].settle(reply.duration_s)
                 self._ledger.end(job, JobState.SETTLED, result=result)
                 stage.settled(job, result, reply)
                 if job.subject_kind is Subject.ENVIRONMENT:

@@ -25,6 +25,7 @@ from headpond.version import release
 
 logger = logging.getLogger("headpond.orchestrator")
 
+EVALUATIONS = "evaluations.jsonl"
 CHANGES_KEPT = 100
 """Changed settings that run.json lists, the latest ones."""
 

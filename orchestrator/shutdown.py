@@ -11,20 +11,18 @@ from typing import Any
 from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
-from headpond import ids
 from headpond.broker import redis_keys
 from headpond.broker.queues import Queue
 from headpond.config import RunConfig
 from headpond.event_loop.offload import in_io_thread
 from headpond.ids import LeaseId
-from headpond.ledger.states import IN_FLIGHT, GroupState, JobState
+from headpond.ledger.states import GroupState, JobState
 from headpond.orchestrator.duties.housekeeping import Reported, delete
 from headpond.orchestrator.duties.slices import in_slices
 from headpond.orchestrator.exchange import envelope
 from headpond.orchestrator.exchange.redis_connection import Broker
 from headpond.orchestrator.exchange.reply_stream import ReplyStream
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.ledger.rows import GroupRecord
 from headpond.orchestrator.submission import MESSAGES_AT_ONCE
 from headpond.orchestrator.workforce.leases import LEASES_AT_ONCE, read_leases, remove_leases
 from headpond.store import open_store
@@ -138,18 +136,10 @@ class Shutdown:
         async for some in in_slices(list(self._ledger.groups.values()), CANCELLED_AT_ONCE):
             for group in some:
                 if group.state != GroupState.CLOSED:
-                    self._cancel(group)
+                    self._ledger.cancel(group, "run_ended")
             self._ledger.commit_soon()
         for job in list(self._ledger.jobs.values()):  # surveys
             self._ledger.end(job, JobState.CANCELLED)
-
-    def _cancel(self, group: GroupRecord) -> None:
-        for id in (*(rollout.id for rollout in group.rollouts), ids.group_job(group.id, group.state)):
-            if job := self._ledger.jobs.get(id):
-                self._ledger.end(job, JobState.CANCELLED)
-        for rollout in group.of(*IN_FLIGHT):
-            self._ledger.drop(rollout, "run_ended")
-        self._ledger.enter(group, GroupState.CLOSED)
 
     def _submitted(self) -> int:
         return sum(number for (_, state), number in self._ledger.job_counts.items() if state is JobState.SUBMITTED)

@@ -152,7 +152,8 @@ class GroupStage(RunStage[R]):
             for rollout in unfinished:
                 self._ledger.kill(rollout, why)
             self._parts.drop(group, "dead")
-            self._causes.died(error, len(unfinished))
+            if not group.is_evaluation:
+                self._causes.died(error, len(unfinished))
 
 
 class StepStage(RunStage[R]):

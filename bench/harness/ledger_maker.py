@@ -91,7 +91,7 @@ def _finish(connection: sqlite3.Connection, groups: int, group_size: int, untrai
     connection.executemany(STATEMENTS["state"], state.take_changes()[0])
     connection.execute(HISTORIES, (_history(group_size), KEPT_STEPS))
     connection.execute(EVENTS.format(first=1, last=min(KEPT_EVENTS, groups)))
-    for kind, counts in zip(("state", "reason"), queries.counted(connection), strict=True):
+    for kind, counts in zip(("state", "reason"), queries.counted(connection), strict=False):
         connection.executemany(STATEMENTS["counts"], [(kind, name, number) for name, number in counts.items()])
     connection.execute("COMMIT")
 

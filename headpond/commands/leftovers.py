@@ -135,7 +135,7 @@ class Finder:
         with schema.reading(self._ledger_path) as connection:
             for first in range(0, len(self._rollouts), SWEPT_AT_ONCE):
                 names = self._rollouts[first : first + SWEPT_AT_ONCE]
-                found = sort_out(names, self._ledger.groups, self._ledger.evaluations)
+                found = sort_out(names, self._ledger.groups)
                 named = found.named | closed_files(connection, self._run, found.closed, self._released) | sealed
                 for rollout in [*found.settled, *found.closed]:
                     kind = RELEASED_STEPS if self._is_released(connection, rollout) else UNNAMED

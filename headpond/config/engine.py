@@ -311,7 +311,7 @@ class EvaluationSettings(EnvironmentCode):
     """Rollouts of each example."""
     share: Annotated[float, Field(gt=0, le=1), BY_ORCHESTRATOR] = 0.25
     """Most of its rollouts in flight at once, as a share of `rollouts.max_in_flight` and in addition to those, so that
-    training goes on."""
+    training goes on; at least those of one example."""
     hold_s: Annotated[NonNegativeFloat, BY_ORCHESTRATOR] = 600.0
     """Seconds that the end of the run waits for it, and the next update of the weights where Headpond makes it. Under
     a trainer's own updates, the versions that played it are reported."""

@@ -5,7 +5,7 @@ The run may continue meanwhile. One manifest is in memory at a time, and the rol
 
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from enum import StrEnum
 from heapq import merge
@@ -19,9 +19,8 @@ import orjson
 from headpond.batches import manifest_steps, read_manifest
 from headpond.errors import BlobError
 from headpond.inspection import run_json
-from headpond.ledger import evaluations, queries, schema
+from headpond.ledger import queries, schema
 from headpond.ledger.sealed_files import files_of
-from headpond.ledger.states import RolloutState
 from headpond.store import Store, atomic, open_store
 from headpond.store.opening import run_store_url
 
@@ -55,22 +54,22 @@ def audit(directory: Path, progress: Progress = no_progress, scope: Scope = Scop
     with schema.reading(directory / run["ledger"]) as connection:
         with queries.snapshot(connection):  # the manifests are read inside: they may only be newer than the ledger
             counts = queries.progress(connection)
-            kept = queries.rollouts_by_state(connection), queries.rollouts_by_reason(connection)
+            kept = queries.kept_counts(connection)
             whole = scope is not Scope.NEW
-            states, reasons = queries.counted(connection) if whole else kept
+            counted = queries.counted(connection) if whole else kept
             sealed = manifest_steps(store)
             new = min(_audited_steps(directory, run["run"]), counts["step"])
             first = max(queries.released_steps(connection)["manifests_released"], new if scope is Scope.NEW else 0)
             first_files = 0 if scope is Scope.FULL else new
             problems = list(queries.structure_problems(connection, limit=SHOWN_MOST, archive=whole))
-            problems += islice(_count_problems(kept, states, reasons), SHOWN_MOST)
-            problems += evaluations.problems(connection, limit=SHOWN_MOST)
+            problems += islice(_count_problems(kept, counted), SHOWN_MOST)
             problems += islice(_delivery_problems(store, connection, sealed, first), SHOWN_MOST)
             dead_jobs = queries.dead_jobs(connection, limit=SHOWN_MOST)
         # Outside the snapshot: the run may release files while they are checked.
         new_files = [step for step in sealed if step >= first_files]
         problems += islice(_damaged(store, connection, new_files, progress), SHOWN_MOST)
-    rollouts = queries.balance(counts["rollouts"]["planned"], states, reasons, counts["rollouts"]["fenced"])
+    planned, fenced = counts["rollouts"]["planned"], counts["rollouts"]["fenced"]
+    rollouts = queries.balance(planned, counted.states, counted.reasons, fenced)
     return {
         **rollouts,
         "balanced": rollouts["balanced"] and not problems,
@@ -102,17 +101,12 @@ def _audited_steps(directory: Path, run: str) -> int:
         return 0
 
 
-def _count_problems(
-    kept: tuple[Counter[RolloutState], Counter[str]], states: Counter[RolloutState], reasons: Counter[str]
-) -> Iterator[str]:
+def _count_problems(kept: Iterable[Counter[Any]], counted: Iterable[Counter[Any]]) -> Iterator[str]:
     """The counts that the ledger keeps are those of its rows."""
-    kept_states, kept_reasons = kept
-    for state in RolloutState:
-        if states[state] != kept_states[state]:
-            yield f"the ledger counts {kept_states[state]} rollouts as {state} and has {states[state]}"
-    for reason in sorted(reasons.keys() | kept_reasons.keys()):
-        if reasons[reason] != kept_reasons[reason]:
-            yield f"the ledger counts {kept_reasons[reason]} rollouts as {reason} and has {reasons[reason]}"
+    for kind, expected, actual in zip(("rollouts", "rollouts", "rollouts of evaluations"), kept, counted, strict=True):
+        for name in sorted(expected.keys() | actual.keys()):
+            if expected[name] != actual[name]:
+                yield f"the ledger counts {expected[name]} {kind} as {name} and has {actual[name]}"
 
 
 def _delivery_problems(store: Store, connection: sqlite3.Connection, sealed: list[int], first: int) -> Iterator[str]:

@@ -7,9 +7,17 @@ The archive keeps ids, state, reason, step, reward, advantage, lengths, versions
 import sqlite3
 
 from headpond.ids import COLUMNS_FILE, EXPERTS_FILE, execution_directory
+from headpond.ledger.states import RolloutState
 
-FILTERED, DELIVERED, DEAD = 0, 1, 2
+FILTERED, DELIVERED, DEAD, EVALUATED = 0, 1, 2, 3
 """`closed_rollouts.state`; a state that no closed rollout has is kept as its text"""
+CODES = {
+    RolloutState.FILTERED: FILTERED,
+    RolloutState.DELIVERED: DELIVERED,
+    RolloutState.DEAD: DEAD,
+    RolloutState.EVALUATED: EVALUATED,
+}
+STATES = {code: state for state, code in CODES.items()}
 DERIVED = 1
 """`closed_rollouts.columns` and `.experts` of a file whose key follows from the rollout and its execution"""
 
@@ -32,11 +40,13 @@ CREATE INDEX groups_of_histories ON histories (grp);
 """
 ROLLOUT = "printf('g%07d-%d', closed_rollouts.grp, closed_rollouts.idx)"
 """SQL for a closed rollout's id"""
+STATE = f"""
+    CASE closed_rollouts.state WHEN {FILTERED} THEN 'filtered' WHEN {DEAD} THEN 'dead' WHEN {EVALUATED} THEN 'evaluated'
+    WHEN {DELIVERED} THEN iif(batches.state = 'trained', 'trained', 'delivered') ELSE closed_rollouts.state END"""
+"""SQL for a closed rollout's state"""
 VIEWS = f"""
 CREATE VIEW all_rollouts AS
-    SELECT {ROLLOUT} AS id,
-        CASE closed_rollouts.state WHEN {FILTERED} THEN 'filtered' WHEN {DEAD} THEN 'dead' WHEN {DELIVERED}
-            THEN iif(batches.state = 'trained', 'trained', 'delivered') ELSE closed_rollouts.state END AS state,
+    SELECT {ROLLOUT} AS id, {STATE} AS state,
         (SELECT name FROM names WHERE names.id = reason) AS reason,
         iif(closed_rollouts.state = {DELIVERED}, closed_groups.step, NULL) AS step, reward, advantage
     FROM closed_rollouts LEFT JOIN closed_groups ON ordinal = grp LEFT JOIN batches USING (step)
@@ -87,6 +97,7 @@ ARCHIVE_ROLLOUTS = f"""
 INSERT INTO closed_rollouts
 SELECT closing.ordinal, idx,
     CASE WHEN rollouts.state = 'filtered' THEN {FILTERED} WHEN rollouts.state = 'dead' THEN {DEAD}
+        WHEN rollouts.state = 'evaluated' THEN {EVALUATED}
         WHEN rollouts.state IN ('delivered', 'trained') THEN {DELIVERED} ELSE rollouts.state END,
     (SELECT id FROM names WHERE name = rollouts.reason),
     {_file("columns", COLUMNS_FILE)}, {_file("experts", EXPERTS_FILE)}, rollouts.attempt, execution,

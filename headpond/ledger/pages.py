@@ -20,10 +20,7 @@ FIELDS = ("grp", "idx", "state", "reason", "step", "environment", "example", "re
           "truncated", "policy_failed", "failures", "losses", "generated_at", "duration_s", "attempt", "execution",
           "group_state")  # fmt: skip
 _ARCHIVED = f"""
-SELECT closed_rollouts.grp, idx,
-    CASE closed_rollouts.state WHEN {archive.FILTERED} THEN 'filtered' WHEN {archive.DEAD} THEN 'dead'
-        WHEN {archive.DELIVERED} THEN iif(batches.state = 'trained', 'trained', 'delivered')
-        ELSE closed_rollouts.state END,
+SELECT closed_rollouts.grp, idx, {archive.STATE},
     (SELECT name FROM names WHERE id = closed_rollouts.reason),
     iif(closed_rollouts.state = {archive.DELIVERED}, closed_groups.step, NULL),
     (SELECT name FROM names WHERE id = environment), example, reward, advantage, turns, prompt_tokens, tool_tokens,
@@ -124,11 +121,10 @@ def _scan_end(connection: sqlite3.Connection, start: Key) -> Key | None:
 def _conditions(connection: sqlite3.Connection, wanted: Filter) -> tuple[tuple[str, str], dict[str, Any]]:
     """SQL for the archive and for the hot tables, and its values."""
     archived, hot, values = list[str](), list[str](), dict[str, Any]()
-    codes = {RolloutState.FILTERED: archive.FILTERED, RolloutState.DEAD: archive.DEAD}
     if wanted.state is not None:
         delivered = wanted.state in (RolloutState.DELIVERED, RolloutState.TRAINED)
         values["state"] = wanted.state.value
-        values["code"] = archive.DELIVERED if delivered else codes.get(wanted.state, wanted.state.value)
+        values["code"] = archive.CODES.get(RolloutState.DELIVERED if delivered else wanted.state, wanted.state.value)
         trained = f" AND coalesce(batches.state, '') {'=' if wanted.state == 'trained' else '!='} 'trained'"
         archived.append("closed_rollouts.state = :code" + (trained if delivered else ""))
         hot.append("rollouts.state IN ('delivered', 'trained')" + trained if delivered else "rollouts.state = :state")

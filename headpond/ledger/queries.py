@@ -4,11 +4,11 @@ Every function takes an open connection (`schema.reading`) and changes nothing.
 """
 
 import sqlite3
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from heapq import merge
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -32,7 +32,7 @@ STRUCTURE_CHECKS = {
         SELECT {ROLLOUT} FROM rollouts LEFT JOIN groups ON grp = id WHERE id IS NULL""",
     "rollout {} is open in a closed group": f"""
         SELECT {ROLLOUT} FROM rollouts JOIN groups ON grp = id WHERE groups.state = 'closed'
-        AND rollouts.state NOT IN ('filtered', 'delivered', 'trained', 'dead')""",
+        AND rollouts.state NOT IN ('filtered', 'delivered', 'trained', 'dead', 'evaluated')""",
     "rollout {} is open and has no job": f"""
         SELECT {ROLLOUT} FROM rollouts LEFT JOIN jobs ON jobs.id = {ROLLOUT}
         WHERE rollouts.state IN ('planned', 'submitted', 'running')
@@ -40,7 +40,7 @@ STRUCTURE_CHECKS = {
     "group {} is in a stage and has no job": """
         SELECT groups.id FROM groups LEFT JOIN jobs ON subject = groups.id
         AND kind = groups.state AND jobs.state IN ('waiting', 'submitted')
-        WHERE groups.state NOT IN ('play', 'admitted', 'batched', 'closed') AND jobs.id IS NULL""",
+        WHERE groups.state NOT IN ('play', 'admitted', 'batched', 'evaluated', 'closed') AND jobs.id IS NULL""",
     "rollout {} is batched for a step that is not open": f"""
         SELECT {ROLLOUT} FROM rollouts LEFT JOIN batches USING (step)
         WHERE rollouts.state = 'batched' AND coalesce(batches.state, '') != 'composed'""",
@@ -93,7 +93,7 @@ def balance(planned: int, states: Counter[RolloutState], reasons: Counter[str], 
 
 def progress(connection: sqlite3.Connection) -> dict[str, Any]:
     """The part of a run's status that the ledger holds: delivered steps, the balance, rollouts by state."""
-    state, states, reasons = run_state(connection), rollouts_by_state(connection), rollouts_by_reason(connection)
+    state, (states, reasons, _) = run_state(connection), kept_counts(connection)
     return {
         "step": state.steps_delivered,
         "rollouts": balance(state.rollouts_planned, states, reasons, state.fenced),
@@ -112,15 +112,6 @@ def whole_state(connection: sqlite3.Connection) -> RunState:
     return RunState.of_rows(connection.execute("SELECT * FROM state ORDER BY rowid"))
 
 
-def rollouts_by_state(connection: sqlite3.Connection) -> Counter[RolloutState]:
-    return Counter({RolloutState(state): number for state, number in _counts(connection, "state")})
-
-
-def rollouts_by_reason(connection: sqlite3.Connection) -> Counter[str]:
-    """Filtered rollouts by the reason of their drop."""
-    return Counter(dict(_counts(connection, "reason")))
-
-
 def deaths(connection: sqlite3.Connection) -> Counter[tuple[str, str]]:
     """Dead jobs by kind and error."""
     query = "SELECT kind, name, number FROM counts WHERE kind > ? AND kind < ? ORDER BY number DESC"
@@ -128,33 +119,50 @@ def deaths(connection: sqlite3.Connection) -> Counter[tuple[str, str]]:
     return Counter({(kind.removeprefix(DIED), error): number for kind, error, number in rows})
 
 
-def _counts(connection: sqlite3.Connection, kind: Literal["state", "reason"]) -> list[tuple[str, int]]:
+class Counted(NamedTuple):
+    """Rollouts of training by state, the filtered ones by reason, and those of evaluations: all, and ended ones."""
+
+    states: Counter[RolloutState]
+    reasons: Counter[str]
+    evaluation: Counter[str]
+
+
+def kept_counts(connection: sqlite3.Connection) -> Counted:
     """As the ledger counts them; `counted` looks at the rows."""
-    return connection.execute("SELECT name, number FROM counts WHERE kind = ? AND number != 0", (kind,)).fetchall()
+    kinds: dict[str, Counter[str]] = defaultdict(Counter)
+    for kind, name, number in connection.execute("SELECT * FROM counts WHERE number != 0").fetchall():
+        kinds[kind][name] = number
+    states = Counter({RolloutState(name): number for name, number in kinds["state"].items()})
+    return Counted(states, kinds["reason"], kinds["evaluation"])
 
 
-def counted(connection: sqlite3.Connection) -> tuple[Counter[RolloutState], Counter[str]]:
-    """Rollouts by state and by reason, from every row: seconds for millions of them."""
-    by_state, by_reason, trained_in = Counter[RolloutState](), Counter[str](), trained_steps(connection)
-    query = "SELECT state, step, reason, count(*) FROM rollouts GROUP BY state, step, reason"
-    for state, step, reason, number in connection.execute(query).fetchall():
-        is_trained = state == RolloutState.DELIVERED and step in trained_in
-        by_state[RolloutState.TRAINED if is_trained else RolloutState(state)] += number
-        by_reason[reason] += number if reason else 0
+def counted(connection: sqlite3.Connection) -> Counted:
+    """The same from every row: seconds for millions of them."""
+    by_state, by_reason, of_evaluations = Counter[RolloutState](), Counter[str](), Counter[str]()
+    trained_in = trained_steps(connection)
     names = dict(connection.execute("SELECT id, name FROM names").fetchall())
-    codes = {archive.FILTERED: RolloutState.FILTERED, archive.DEAD: RolloutState.DEAD}
-    query = "SELECT state, reason, count(*) FROM closed_rollouts GROUP BY state, reason"
-    for code, reason, number in connection.execute(query).fetchall():
-        state = RolloutState.DELIVERED if code == archive.DELIVERED else codes.get(code) or RolloutState(code)
-        by_state[state] += number
-        by_reason[names.get(reason, f"unknown reason {reason}")] += number if reason is not None else 0
+    query = """
+        SELECT purpose = 'evaluation', rollouts.state, step, reason, count(*) FROM rollouts LEFT JOIN groups ON grp = id
+        GROUP BY 1, 2, 3, 4"""
+    rows = connection.execute(query).fetchall()
+    query = "SELECT state = ?, state, NULL, reason, count(*) FROM closed_rollouts GROUP BY state, reason"
+    for is_evaluation, code, step, reason, number in [*rows, *connection.execute(query, (archive.EVALUATED,))]:
+        state = archive.STATES.get(code) or RolloutState(code)
+        reason = names.get(reason, f"unknown reason {reason}") if isinstance(reason, int) else reason
+        if is_evaluation:
+            of_evaluations["planned"] += number
+            of_evaluations[reason or RolloutState.EVALUATED] += number if state is RolloutState.EVALUATED else 0
+        else:
+            is_trained = state is RolloutState.DELIVERED and step in trained_in
+            by_state[RolloutState.TRAINED if is_trained else state] += number
+            by_reason[reason or ""] += number if reason else 0
     query = f"""
         SELECT count(*) FROM batches CROSS JOIN closed_groups USING (step) CROSS JOIN closed_rollouts ON grp = ordinal
         WHERE batches.state = 'trained' AND closed_rollouts.state = {archive.DELIVERED}"""
     trained = connection.execute(query).fetchone()[0]
     by_state += Counter({RolloutState.TRAINED: trained})
     by_state[RolloutState.DELIVERED] -= trained
-    return by_state, +by_reason
+    return Counted(by_state, +by_reason, +of_evaluations)
 
 
 def trained_steps(connection: sqlite3.Connection) -> set[int]:
@@ -263,10 +271,8 @@ def has_tables(connection: sqlite3.Connection) -> bool:
 
 
 def open_groups(connection: sqlite3.Connection) -> list[Row]:
-    """(id, ordinal, environment, example, state), in the order of planning."""
-    return connection.execute(
-        "SELECT id, ordinal, environment, example, state FROM groups WHERE state != 'closed' ORDER BY ordinal"
-    ).fetchall()
+    """All columns, in the order of planning."""
+    return connection.execute("SELECT * FROM groups WHERE state != 'closed' ORDER BY ordinal").fetchall()
 
 
 def rollouts_of_open_groups(connection: sqlite3.Connection) -> Iterator[Row]:

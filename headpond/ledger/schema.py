@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from headpond.errors import LedgerError
-from headpond.ledger import archive, evaluations
+from headpond.ledger import archive
 
 SCHEMA_VERSION = 3
 # The rollouts and jobs of open groups, and of closed ones until they are archived.
@@ -20,7 +20,7 @@ CREATE TABLE rollouts (
 ) WITHOUT ROWID;
 CREATE TABLE groups (
     id TEXT PRIMARY KEY, ordinal INTEGER NOT NULL, environment TEXT NOT NULL, example INTEGER NOT NULL,
-    state TEXT NOT NULL
+    state TEXT NOT NULL, purpose TEXT NOT NULL
 ) WITHOUT ROWID;
 CREATE TABLE jobs (
     id TEXT PRIMARY KEY, kind TEXT NOT NULL, subject TEXT NOT NULL, attempt INTEGER NOT NULL,
@@ -33,7 +33,7 @@ CREATE INDEX open_jobs ON jobs (sequence) WHERE state IN ('waiting', 'submitted'
 """
 # `state`: the rows of headpond/ledger/state_rows.py. As JSON, so that a new attribute needs no new schema. The rowid
 # keeps the order of writing.
-# `counts`: rollouts by state and by reason, dead jobs by kind and error, so that no start has to count rows.
+# `counts`: rollouts by state and by reason, those of evaluations, dead jobs by kind and error: no start counts rows.
 TABLES = f"""
 CREATE TABLE state (
     kind TEXT, name TEXT, number INTEGER, content TEXT NOT NULL, PRIMARY KEY (kind, name, number)
@@ -51,7 +51,6 @@ CREATE TABLE events (
 CREATE INDEX events_by_subject ON events (subject);
 {archive.TABLES}
 {archive.VIEWS}
-{evaluations.TABLES}
 """
 # FULL: a commit is on disk before anything that depends on it leaves the process.
 WRITABLE = f"""
@@ -64,7 +63,7 @@ CREATE = f"BEGIN; {TABLES} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
 # In this order in each transaction: a step may be dissolved and composed again between two commits.
 STATEMENTS = {
     "rollouts": "INSERT OR REPLACE INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-    "groups": "INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?)",
+    "groups": "INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?, ?)",
     "jobs": "INSERT OR REPLACE INTO jobs VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
     "batches": "INSERT OR REPLACE INTO batches VALUES (?, ?, ?, ?, ?, ?, ?)",
     "state": "INSERT OR REPLACE INTO state VALUES (?, ?, ?, ?)",
@@ -77,7 +76,6 @@ STATEMENTS = {
     "advantages": "UPDATE rollouts SET advantage = ? WHERE grp = ? AND idx = ?",
     "trained": "UPDATE batches SET state = 'trained' WHERE step = ?",
     "events": "INSERT INTO events (at, step, subject, action, detail) VALUES (?, ?, ?, ?, ?)",
-    **evaluations.STATEMENTS,
 }
 # SQLite's locks and shared memory do not hold across hosts, and several of these lose writes silently.
 NETWORK_FILE_SYSTEMS = frozenset(

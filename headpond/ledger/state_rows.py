@@ -135,8 +135,12 @@ class EnvironmentState(StateRow):
 @dataclass(kw_only=True)
 class EvaluationPosition(StateRow):
     version: int | None = None  # policy version at which it was last due
+    examples: int = 0  # of the open one; 0 without one
+    rollouts: int = 0  # of each example
+    begun: int = 0  # examples
+    started_at: float = 0.0  # seconds since the epoch
     last: dict[str, Any] | None = None  # its last result
-    unreported: Values | None = None  # its result, if it ended since the last step
+    is_reported: bool = True  # whether the line of a step has that
 
 
 @dataclass(kw_only=True)
@@ -160,7 +164,7 @@ class ReplicaState(StateRow):
 
 @dataclass(kw_only=True)
 class MetricsLine(StateRow):
-    """A line that metrics.jsonl may not have yet."""
+    """A line that metrics.jsonl or evaluations.jsonl may not have yet."""
 
     line: str = ""
 
@@ -214,9 +218,7 @@ class RunState(StateRow):
     abandoned_versions: list[int] = field(default_factory=list[int])
     """numbers that the trainer gave up while a replica still has their weights"""
     # evaluations
-    evaluations: int = 0
     evaluations_finished: int = 0
-    evaluation_rollouts: dict[str, int] = field(default_factory=dict[str, int])  # by state, and all that were planned
 
     def __post_init__(self) -> None:
         self.changed: Changed = {}
@@ -226,6 +228,7 @@ class RunState(StateRow):
         self.stages = Rows[str, StageState](StageState, self.changed, "stages")
         self.replicas = Rows[str, ReplicaState](ReplicaState, self.changed, "replicas")
         self.metrics_lines = Rows[str, MetricsLine](MetricsLine, self.changed, "metrics_lines")  # by step
+        self.evaluation_lines = Rows[str, MetricsLine](MetricsLine, self.changed, "evaluation_lines")  # by number
         self.last_step = LastStep()
         self.last_step.attach(("last_step", "", 0), self.changed)
         self.attach(("run", "", 0), self.changed)

@@ -11,6 +11,13 @@ class LedgerEnum(StrEnum):
     __hash__ = str.__hash__
 
 
+class Purpose(LedgerEnum):
+    """What a group is played for."""
+
+    TRAINING = "training"
+    EVALUATION = "evaluation"
+
+
 class RolloutState(LedgerEnum):
     PLANNED = "planned"
     SUBMITTED = "submitted"
@@ -22,6 +29,8 @@ class RolloutState(LedgerEnum):
     DELIVERED = "delivered"
     TRAINED = "trained"
     DEAD = "dead"
+    EVALUATED = "evaluated"
+    """the end of every rollout of an evaluation; its reason is why it has no score"""
 
 
 class GroupState(LedgerEnum):
@@ -30,11 +39,13 @@ class GroupState(LedgerEnum):
     PLAYING = "play"
     ADMITTED = "admitted"
     BATCHED = "batched"
+    EVALUATED = "evaluated"
+    """its evaluation is not done yet"""
     CLOSED = "closed"
-    """delivered or dropped"""
+    """delivered, dropped or evaluated"""
 
 
-FINISHED = frozenset({GroupState.ADMITTED, GroupState.BATCHED, GroupState.CLOSED})
+FINISHED = frozenset({GroupState.ADMITTED, GroupState.BATCHED, GroupState.EVALUATED, GroupState.CLOSED})
 """States of groups that no stage works on."""
 
 
@@ -57,18 +68,23 @@ class BatchState(LedgerEnum):
 
 _R = RolloutState
 TRANSITIONS: dict[RolloutState, frozenset[RolloutState]] = {
-    _R.PLANNED: frozenset({_R.SUBMITTED, _R.FILTERED}),
+    _R.PLANNED: frozenset({_R.SUBMITTED, _R.FILTERED, _R.EVALUATED}),
     # submitted -> generated: a reply may arrive before a poll reads the lease.
-    _R.SUBMITTED: frozenset({_R.RUNNING, _R.GENERATED, _R.FILTERED, _R.DEAD}),
-    _R.RUNNING: frozenset({_R.SUBMITTED, _R.GENERATED, _R.FILTERED, _R.DEAD}),
-    _R.GENERATED: frozenset({_R.FILTERED, _R.ADMITTED, _R.DEAD}),
+    _R.SUBMITTED: frozenset({_R.RUNNING, _R.GENERATED, _R.FILTERED, _R.DEAD, _R.EVALUATED}),
+    _R.RUNNING: frozenset({_R.SUBMITTED, _R.GENERATED, _R.FILTERED, _R.DEAD, _R.EVALUATED}),
+    _R.GENERATED: frozenset({_R.FILTERED, _R.ADMITTED, _R.DEAD, _R.EVALUATED}),
     _R.ADMITTED: frozenset({_R.BATCHED, _R.FILTERED}),
     _R.BATCHED: frozenset({_R.ADMITTED, _R.DELIVERED}),
     _R.DELIVERED: frozenset({_R.TRAINED}),
     _R.FILTERED: frozenset(),
     _R.TRAINED: frozenset(),
     _R.DEAD: frozenset(),
+    _R.EVALUATED: frozenset(),
 }
+EVALUATION_ENDS = {_R.FILTERED: (_R.EVALUATED, "cancelled"), _R.DEAD: (_R.EVALUATED, "dead")}
+"""where a rollout of training ends -> state and reason of an evaluation's rollout"""
+UNREAD = frozenset({_R.FILTERED, _R.DEAD, _R.EVALUATED})
+"""states of rollouts whose files are not read again"""
 IN_FLIGHT = frozenset({_R.PLANNED, _R.SUBMITTED, _R.RUNNING, _R.GENERATED, _R.ADMITTED, _R.BATCHED})
 UNGENERATED = frozenset({_R.PLANNED, _R.SUBMITTED, _R.RUNNING})
 

@@ -120,12 +120,12 @@ def _block(connection: sqlite3.Connection, block: int) -> tuple[Sums, bool]:
     rows = connection.execute(
         """SELECT state, (SELECT name FROM names WHERE id = reason), generated_ms IS NOT NULL, count(*),
             coalesce(sum(completion_tokens), 0), coalesce(sum(engine_ms), 0) / 1000.0
-        FROM closed_rollouts WHERE grp >= ? AND grp < ? GROUP BY 1, reason, 3""",
-        (first, after),
+        FROM closed_rollouts WHERE grp >= ? AND grp < ? AND state != ? GROUP BY 1, reason, 3""",
+        (first, after, archive.EVALUATED),
     ).fetchall()
-    codes = {archive.FILTERED: "filtered", archive.DEAD: "dead", archive.DELIVERED: "delivered"}
     sums = {
-        Kind(codes.get(state, str(state)), reason, bool(made)): Amount(*rest) for state, reason, made, *rest in rows
+        Kind(archive.STATES.get(state, str(state)), reason, bool(made)): Amount(*rest)
+        for state, reason, made, *rest in rows
     }
     query = "SELECT count(*) FROM closed_groups WHERE ordinal >= ? AND ordinal < ?"
     closed = connection.execute(query, (max(first, 1), after)).fetchone()[0]
@@ -140,7 +140,7 @@ def _open(connection: sqlite3.Connection) -> Sums:
             result IS NOT NULL, count(*),
             coalesce(sum(json_extract(result, '$.completion_tokens')), 0),
             coalesce(sum(json_extract(result, '$.metrics.engine_s')), 0.0)
-        FROM rollouts JOIN groups ON grp = id GROUP BY 1, 2, 3"""
+        FROM rollouts JOIN groups ON grp = id WHERE purpose = 'training' GROUP BY 1, 2, 3"""
     ).fetchall()
     return {Kind(state, reason, bool(made)): Amount(*rest) for state, reason, made, *rest in rows}
 

@@ -1,36 +1,31 @@
 """Evaluations: examples that are played every few policy versions and never trained on.
 
-Their rollouts are jobs on the queue `rollouts`, with records and counts of their own: no step has one. Files are
-deleted as soon as a rollout's score is in. One evaluation of each name is open at a time.
+Each example is a group with the purpose `evaluation`. Its groups stay open until all of them are done, and are closed
+with its result. One evaluation of each name is open at a time.
 """
 
 import logging
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import orjson
 
-from headpond import ids
 from headpond.config import RunConfig
-from headpond.config.engine import EvaluationSettings
-from headpond.errors import shortened
-from headpond.ledger.evaluations import EvaluationState, PlayState
-from headpond.ledger.states import JobState
-from headpond.orchestrator.examples.evaluation_values import kept, values
-from headpond.orchestrator.ledger.evaluations import ClosedEvaluation, EvaluationRecord, EvaluationRollout
+from headpond.ledger.states import IN_FLIGHT, GroupState, Purpose, RolloutState
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.ledger.rows import EVALUATION_STAGES, JobRecord
-from headpond.records.inputs import GroupInputs
+from headpond.orchestrator.ledger.rows import SOLVED, GroupRecord
 from headpond.records.rollout import RolloutResult
 
 logger = logging.getLogger("headpond.evaluation")
 
-EVALUATION, EVALUATION_SCORE = EVALUATION_STAGES
 AT_ONCE = 32  # rollouts that begin between two waits of the loop
-COUNTED = (PlayState.EVALUATED, PlayState.DEAD, PlayState.CANCELLED)
-PLANNED = "planned"
-"""beside COUNTED, in `RunState.evaluation_rollouts`"""
+NAMES_MOST = 64  # of the environment's own rewards and metrics, as for steps
+ENDS = ("evaluated", "dead", "cancelled")
+UNREPORTED = ("evaluation", "name")
+"""keys of evaluations.jsonl that metrics.jsonl does not have"""
 
 
 class Evaluations:
@@ -43,176 +38,94 @@ class Evaluations:
         self._update_since: float | None = None
         self._served_version = served_version or (lambda: ledger.state.policy_version)
 
+    def cancel(self, names: Iterable[str], why: str) -> None:
+        for name in names:
+            row = self._ledger.state.evaluated[name]
+            logger.warning("action=evaluation_cancelled name=%s version=%s %s", name, row.version, why)
+            self._ledger.event(name, "cancelled", f"version {row.version}: {why}")
+            for group in self._groups(name):
+                self._ledger.cancel(group, why)
+            row.examples = 0
+
     def resume(self) -> None:
-        """Cancel the open ones that are no longer configured."""
-        for record in [each for each in self._ledger.evaluations.values() if each.name not in self._settings]:
-            self._cancel(record, "not configured any more")
+        """Cancel those that are no longer configured."""
+        self.cancel(self.open - self._settings.keys(), "not configured any more")
+
+    @property
+    def open(self) -> set[str]:
+        return {name for name, row in self._ledger.state.evaluated.items() if row.examples}
+
+    def _groups(self, name: str) -> list[GroupRecord]:
+        return [group for group in self._ledger.groups.values() if group.environment == name and group.is_evaluation]
 
     def plan(self, *, ending: bool = False) -> bool:
-        """Begin the evaluations that are due, unless the run is `ending`, and rollouts of the open ones. True when
-        more could begin at once."""
-        more = False
-        for name, settings in self._settings.items():
-            record = self._open(name) or (None if ending else self._begin_if_due(name, settings))
-            if record is not None:
-                more |= self._begin_rollouts(record, settings)
-        return more
+        """Begin the evaluations that are due, unless the run is `ending`, and groups of the open ones. True when more
+        could begin at once."""
+        for name in self._settings.keys() - self.open if not ending else ():
+            self._begin_if_due(name)
+        return any(self._begin_groups(name) for name in sorted(self.open))
 
-    def _open(self, name: str) -> EvaluationRecord | None:
-        return next((record for record in self._ledger.evaluations.values() if record.name == name), None)
-
-    def _begin_if_due(self, name: str, settings: EvaluationSettings) -> EvaluationRecord | None:
-        size, version = self._ledger.state.environments[name].examples, self._served_version()
-        position = self._ledger.state.evaluated[name]
+    def _begin_if_due(self, name: str) -> None:
+        settings, row, version = self._settings[name], self._ledger.state.evaluated[name], self._served_version()
+        size = self._ledger.state.environments[name].examples
         if not size:  # not surveyed yet
-            return None
-        before = position.version or 0
-        due = settings.at_start if position.version is None else version // settings.every > before // settings.every
-        if position.version is None or due or version < before:  # a trainer that resumes publishes older versions again
-            position.version = version
-        if not due:
-            return None
-        self._ledger.state.evaluations += 1
-        record = EvaluationRecord(
-            number=self._ledger.state.evaluations,
-            name=name,
-            version=version,
-            examples=size if settings.examples == "all" else min(settings.examples, size),
-            rollouts=settings.rollouts,
-            started_at=time.time(),
-        )
-        self._ledger.evaluations[record.number] = record
-        self._ledger.keep("evaluations", record)
-        logger.info("action=evaluation_begins name=%s version=%d rollouts=%d", name, version, record.size)
-        return record
+            return
+        last = row.version
+        due = settings.at_start if last is None else version // settings.every > last // settings.every
+        if last is None or due or version < last:  # a trainer that resumes publishes older versions again
+            row.version = version
+        if due:
+            row.examples = size if settings.examples == "all" else min(settings.examples, size)
+            row.rollouts, row.begun, row.started_at = settings.rollouts, 0, time.time()
+            logger.info("action=evaluation_begins name=%s version=%d examples=%d", name, version, row.examples)
 
-    def _begin_rollouts(self, record: EvaluationRecord, settings: EvaluationSettings) -> bool:
+    def _begin_groups(self, name: str) -> bool:
         """As many as its share of the rollouts in flight allows."""
-        limit = max(1, int(settings.share * self._max_in_flight))
-        room = min(limit - len(record.open), record.size - record.begun)
-        for index in range(record.begun, record.begun + min(room, AT_ONCE)):
-            record.open.add(index)
-            self._ledger.keep(
-                "evaluation_rollouts",
-                EvaluationRollout(evaluation=record.number, index=index, state=PlayState.OPEN),
-            )
-            job = ids.evaluation_rollout(record.number, index)
-            self._ledger.add_job(job, EVALUATION, str(record.number))
-            self._count(PLANNED)
-            record.begun += 1
-        return room > AT_ONCE
+        row = self._ledger.state.evaluated[name]
+        most = max(1, int(self._settings[name].share * self._max_in_flight) // row.rollouts)
+        room = min(most - self._ledger.unfinished[name], row.examples - row.begun)
+        at_once = max(1, AT_ONCE // row.rollouts)
+        for _ in range(min(room, at_once)):
+            self._ledger.plan(environment=name, example=row.begun, size=row.rollouts, purpose=Purpose.EVALUATION)
+            row.begun += 1
+        return room > at_once
 
-    # what the groups apply
+    def scored(self, group: GroupRecord) -> None:
+        """The last stage of the group is done. Its rollouts without a score are dead."""
+        for rollout in group.of(RolloutState.GENERATED):
+            self._ledger.move(rollout, RolloutState.EVALUATED)
+        self._ledger.enter(group, GroupState.EVALUATED)
+        row = self._ledger.state.evaluated[group.environment]
+        if row.begun == row.examples and not self._ledger.unfinished[group.environment]:
+            self._finish(group.environment)
 
-    def settle(self, job: JobRecord, result: RolloutResult) -> None:
-        record, index = self._record(job), ids.RolloutId.parse(job.id).number
-        if not self._ledger.state.environments[record.name].scores_groups:
-            self._evaluated(record, index, result)
-            return
-        record.unscored[index] = result
-        rollout = EvaluationRollout(
-            evaluation=record.number, index=index, state=PlayState.GENERATED, result=result.model_dump_json()
-        )
-        self._ledger.keep("evaluation_rollouts", rollout)
-        self._score_if_complete(record, index // record.rollouts)
-
-    def died(self, job: JobRecord, why: str) -> None:
-        """The attempts of a rollout are used up: the evaluation is without it. Those of a score: without its
-        rollouts."""
-        record, error = self._record(job), orjson.dumps({"error": shortened(why)}).decode()
-        if job.stage == EVALUATION_SCORE:
-            for index in self._unscored(record, job):
-                self._ledger.unwanted_blobs += record.unscored.pop(index).keys
-                self._close(record, index, PlayState.DEAD, error)
-            return
-        index = ids.RolloutId.parse(job.id).number
-        self._close(record, index, PlayState.DEAD, error)
-        self._score_if_complete(record, index // record.rollouts)
-
-    def score_inputs(self, job: JobRecord) -> GroupInputs:
-        record = self._record(job)
-        members = [(ids.evaluation_rollout(record.number, index), index) for index in self._unscored(record, job)]
-        return GroupInputs(
-            group=job.id,
-            environment=record.name,
-            example=_example(job),
-            policy_version=self._ledger.state.policy_version,
-            members={id: record.unscored[index] for id, index in members},
-        )
-
-    def scored(self, job: JobRecord, rewards: Mapping[str, float], parts: Mapping[str, Mapping[str, float]]) -> None:
-        record = self._record(job)
-        for index in self._unscored(record, job):
-            id = ids.evaluation_rollout(record.number, index)
-            named = {name: values[id] for name, values in parts.items() if id in values}
-            update = {"reward": rewards[id]} | ({"rewards": named} if named else {})
-            self._evaluated(record, index, record.unscored.pop(index).model_copy(update=update))
-
-    def fits(self, job: JobRecord, rewards: Mapping[str, float]) -> bool:
-        record = self._record(job)
-        wanted = {ids.evaluation_rollout(record.number, index) for index in self._unscored(record, job)}
-        return rewards.keys() >= wanted
-
-    def _record(self, job: JobRecord) -> EvaluationRecord:
-        return self._ledger.evaluations[int(job.subject)]
-
-    def _unscored(self, record: EvaluationRecord, job: JobRecord) -> list[int]:
-        return [index for index in record.of_example(_example(job)) if index in record.unscored]
-
-    def _score_if_complete(self, record: EvaluationRecord, example: int) -> None:
-        """Add the job that scores the example when none of its rollouts is played any more."""
-        indices = record.of_example(example)
-        waiting = [index for index in indices if index in record.unscored]
-        if (
-            waiting
-            and indices.stop <= record.begun
-            and all(index in waiting for index in indices if index in record.open)
-        ):
-            job = ids.evaluation_score(record.number, example)
-            self._ledger.add_job(job, EVALUATION_SCORE, str(record.number))
-
-    def _evaluated(self, record: EvaluationRecord, index: int, result: RolloutResult) -> None:
-        self._ledger.unwanted_blobs += result.keys
-        record.scores[index] = kept(result)
-        self._close(record, index, PlayState.EVALUATED, orjson.dumps(record.scores[index]).decode())
-
-    def _close(self, record: EvaluationRecord, index: int, state: PlayState, result: str) -> None:
-        record.open.discard(index)
-        self._ledger.keep(
-            "evaluation_rollouts",
-            EvaluationRollout(evaluation=record.number, index=index, state=state, result=result),
-        )
-        self._count(state.value)
-        if record.begun == record.size and not record.open:
-            self._finish(record)
-
-    def _finish(self, record: EvaluationRecord) -> None:
-        found = values(record, now=time.time())
-        self._ledger.state.evaluations_finished += 1
-        record.finished = self._ledger.state.evaluations_finished
-        position = self._ledger.state.evaluated[record.name]
-        position.last = {"evaluation": record.finished, "name": record.name, **found}
-        position.unreported = found
-        record.result = orjson.dumps(position.last).decode()
-        self._end(record, EvaluationState.DONE)
-        logger.info("action=evaluated name=%s %s", record.name, " ".join(f"{k}={v:g}" for k, v in found.items()))
-
-    def _end(self, record: EvaluationRecord, state: EvaluationState) -> None:
-        record.state = state
-        self._ledger.keep("evaluations", record)
-        self._ledger.keep("closed_evaluations", ClosedEvaluation(number=record.number))
-        self._ledger.evaluations.pop(record.number)
-
-    def _count(self, state: str) -> None:
-        numbers = self._ledger.state.evaluation_rollouts
-        self._ledger.state.evaluation_rollouts = numbers | {state: numbers.get(state, 0) + 1}
+    def _finish(self, name: str) -> None:
+        state, row, groups = self._ledger.state, self._ledger.state.evaluated[name], self._groups(name)
+        played = [[r.result for r in group.rollouts if r.result and r.reason is None] for group in groups]
+        scores = sum(map(len, played))
+        state.evaluations_finished += 1
+        row.last = {
+            "evaluation": state.evaluations_finished,
+            "name": name,
+            "version": row.version,
+            "time": int(time.time()),
+            "duration_s": rounded(time.time() - row.started_at),
+            "examples": row.examples,
+            "rollouts": scores,
+            "dead": row.examples * row.rollouts - scores,
+            **values(played),
+        }
+        state.evaluation_lines[str(state.evaluations_finished)].line = orjson.dumps(row.last).decode()
+        row.examples, row.is_reported = 0, False
+        self._ledger.enter_all(groups, GroupState.CLOSED)
+        logger.info("action=evaluated %s", " ".join(f"{key}={value}" for key, value in row.last.items()))
 
     # what the end of a run and an update of the weights wait for
 
     def awaited_at_end(self) -> bool:
         """Call when the last step is delivered: whether an open evaluation still has time (`hold_s`)."""
         self._ending_since = self._ending_since or time.monotonic()
-        return bool(self._held(self._ending_since))
+        return self._holds(self._ending_since)
 
     def holds_update(self) -> bool:
         """Call while other weights wait to be loaded: whether an open evaluation still has time. Those that are due for
@@ -220,37 +133,13 @@ class Evaluations:
         if self._update_since is None:
             self.plan()
             self._update_since = time.monotonic()
-        held = bool(self._held(self._update_since))
-        if not held:
+        holds = self._holds(self._update_since)
+        if not holds:
             self._update_since = None
-        return held
+        return holds
 
-    def _held(self, since: float) -> list[EvaluationRecord]:
-        waited_s = time.monotonic() - since
-        return [each for each in self._ledger.evaluations.values() if waited_s < self._settings[each.name].hold_s]
-
-    def cancel(self) -> None:
-        """The run has ended."""
-        for record in list(self._ledger.evaluations.values()):
-            self._cancel(record, "the run has ended")
-
-    def _cancel(self, record: EvaluationRecord, why: str) -> None:
-        logger.warning("action=evaluation_cancelled name=%s version=%d %s", record.name, record.version, why)
-        self._ledger.event(f"evaluation {record.number}", "cancelled", f"{record.name}: {why}")
-        of_evaluations = (EVALUATION, EVALUATION_SCORE)
-        jobs = [job for job in self._ledger.jobs.values() if job.stage in of_evaluations]
-        for job in [job for job in jobs if job.subject == str(record.number)]:
-            self._ledger.end(job, JobState.CANCELLED)
-        for index in sorted(record.open):
-            if index in record.unscored:
-                self._ledger.unwanted_blobs += record.unscored.pop(index).keys
-            self._ledger.keep(
-                "evaluation_rollouts",
-                EvaluationRollout(evaluation=record.number, index=index, state=PlayState.CANCELLED),
-            )
-            self._count(PlayState.CANCELLED.value)
-        record.open.clear()
-        self._end(record, EvaluationState.CANCELLED)
+    def _holds(self, since: float) -> bool:
+        return any(time.monotonic() - since < self._settings[name].hold_s for name in self.open)
 
     # what status and metrics show
 
@@ -259,40 +148,74 @@ class Evaluations:
         flight."""
         if not self._settings:
             return {}
-        numbers = self._ledger.state.evaluation_rollouts
-        planned, counts = numbers.get(PLANNED, 0), {state.value: numbers.get(state.value, 0) for state in COUNTED}
-        in_flight = sum(len(record.open) for record in self._ledger.evaluations.values())
+        counts = {name: self._ledger.evaluation_rollouts[name] for name in ("planned", *ENDS)}
+        in_flight = Counter[str]()
+        for group in self._ledger.groups.values():
+            if group.is_evaluation and group.state != GroupState.EVALUATED:
+                in_flight[group.environment] += len(group.of(*IN_FLIGHT))
         return {
             "rollouts": {
-                "planned": planned,
                 **counts,
-                "in_flight": in_flight,
-                "balanced": planned == sum(counts.values()) + in_flight,
+                "in_flight": in_flight.total(),
+                "balanced": counts["planned"] == sum(counts[end] for end in ENDS) + in_flight.total(),
             },
-            "names": {name: self._status_of(name) for name in self._settings},
+            "names": {name: self._status_of(name, in_flight[name]) for name in self._settings},
         }
 
-    def _status_of(self, name: str) -> dict[str, Any]:
-        record = self._open(name)
+    def _status_of(self, name: str, in_flight: int) -> dict[str, Any]:
+        row = self._ledger.state.evaluated[name]
+        settled, size = row.begun * row.rollouts - in_flight, row.examples * row.rollouts
         return {
-            "last": self._ledger.state.evaluated[name].last,
-            "running": {"version": record.version, "settled": record.begun - len(record.open), "of": record.size}
-            if record
-            else None,
+            "last": row.last,
+            "running": {"version": row.version, "settled": settled, "of": size} if row.examples else None,
         }
-
-
-def _example(job: JobRecord) -> int:
-    """Of the job that scores it."""
-    return int(job.id.rpartition("-e")[2])
 
 
 def unreported(ledger: Ledger) -> dict[str, float]:
     """Values of the evaluations that ended since the last step, for its line in metrics.jsonl. Call in the transaction
     that delivers the step: the next line does not have them."""
     found: dict[str, float] = {}
-    for name, position in ledger.state.evaluated.items():
-        found |= {f"evaluation/{name}/{key}": value for key, value in (position.unreported or {}).items()}
-        if position.unreported:
-            position.unreported = None
+    for name, row in ledger.state.evaluated.items():
+        if row.last and not row.is_reported:
+            row.is_reported = True
+            found |= {f"evaluation/{name}/{key}": value for key, value in row.last.items() if key not in UNREPORTED}
     return found
+
+
+def values(played: Sequence[Sequence[RolloutResult]]) -> dict[str, float]:
+    """Flat, six significant digits: over the results of each example. Nothing if every rollout died."""
+    results = [result for example in played for result in example]
+    if not results:
+        return {}
+    rewards = [result.reward for result in results]
+    mean = _mean(rewards)
+    named: dict[str, list[float]] = defaultdict(list)
+    for result in results:
+        for folder, parts in (("rewards", result.rewards), ("metrics", result.metrics)):
+            for name, value in parts.items():
+                named[f"{folder}/{name}"].append(value)
+    found = {
+        "version_first": min(result.version_first for result in results),
+        "version_last": max(result.version_last for result in results),
+        "reward_mean": mean,
+        "reward_std": math.hypot(*(reward - mean for reward in rewards)) / math.sqrt(len(rewards)),
+        "solved_rate": _mean(reward >= SOLVED for reward in rewards),
+        "solved_any_rate": _mean(max(result.reward for result in example) >= SOLVED for example in played if example),
+        "completion_tokens": _mean(result.completion_tokens for result in results),
+        "truncated_rate": _mean(result.truncated for result in results),
+        "policy_error_rate": _mean(result.policy_error is not None for result in results),
+        **{name: _mean(named[name]) for name in sorted(named)[:NAMES_MOST]},
+    }
+    return {key: rounded(value) for key, value in found.items()}
+
+
+def rounded(value: float) -> float:
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def _mean(numbers: Iterable[float]) -> float:
+    numbers = list(numbers)
+    try:
+        return math.fsum(numbers) / len(numbers)
+    except OverflowError:  # no float holds the sum
+        return math.fsum(number / len(numbers) for number in numbers)

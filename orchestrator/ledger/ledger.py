@@ -14,12 +14,24 @@ from pathlib import Path
 from typing import Literal
 
 from headpond.errors import shortened
-from headpond.ids import GroupId, RolloutId, execution_of
+from headpond.ids import GroupId, RolloutId, execution_of, group_job
+from headpond.ledger.queries import Counted
 from headpond.ledger.schema import STATEMENTS
-from headpond.ledger.states import FINISHED, UNGENERATED, BatchState, GroupState, JobState, RolloutState, check
+from headpond.ledger.states import (
+    EVALUATION_ENDS,
+    FINISHED,
+    IN_FLIGHT,
+    UNGENERATED,
+    UNREAD,
+    BatchState,
+    GroupState,
+    JobState,
+    Purpose,
+    RolloutState,
+    check,
+)
 from headpond.orchestrator.ledger import restore
 from headpond.orchestrator.ledger.counts import Counts
-from headpond.orchestrator.ledger.evaluations import AnyRecord
 from headpond.orchestrator.ledger.restore import Records
 from headpond.orchestrator.ledger.rows import (
     BatchRecord,
@@ -51,10 +63,10 @@ class Ledger(Records):
         """(queue, state) -> jobs in `jobs`"""
         self.waiting: dict[str, JobRecord] = {id: job for id, job in self.jobs.items() if job.state is JobState.WAITING}
         """jobs to be submitted"""
-        self._counts = Counts(self.states, self.reasons, self.deaths)
+        self._counts = Counts(Counted(self.states, self.reasons, self.evaluation_rollouts), self.deaths)
         self.unwanted_blobs: list[str] = []
         """keys of blobs to delete after the next commit"""
-        self._changed: dict[int, tuple[str, AnyRecord]] = {}
+        self._changed: dict[int, tuple[str, RolloutRecord | GroupRecord | JobRecord | BatchRecord]] = {}
         self._rows = defaultdict[str, list[Row]](list)
         """statement of the schema -> its rows, of what is no record in `_changed`"""
         self._last_commit: asyncio.Future[None] | None = None
@@ -63,18 +75,28 @@ class Ledger(Records):
     def ungenerated(self) -> int:
         return sum(self.states[state] for state in UNGENERATED)
 
+    def kind(self, job: JobRecord) -> str:
+        """The name under which its duration and its death are counted: jobs of evaluations have names of their own."""
+        group = self.groups.get(job.subject)
+        return f"evaluation_{job.stage}".removesuffix("_play") if group and group.is_evaluation else job.stage
+
     def event(self, subject: str, action: str, detail: str = "") -> None:
         self._rows["events"].append((time.time(), self.state.steps_delivered, subject, action, detail))
 
     # groups and rollouts
 
-    def plan(self, *, environment: str, example: int, size: int) -> GroupRecord:
+    def plan(self, *, environment: str, example: int, size: int, purpose: Purpose = Purpose.TRAINING) -> GroupRecord:
         self.state.groups_planned += 1
         ordinal = self.state.groups_planned
-        group = GroupRecord(id=str(GroupId(ordinal)), ordinal=ordinal, environment=environment, example=example)
+        group = GroupRecord(
+            id=str(GroupId(ordinal)), ordinal=ordinal, environment=environment, example=example, purpose=purpose
+        )
         group.rollouts = [RolloutRecord(group=group.id, index=index) for index in range(size)]
-        self.state.rollouts_planned += size
-        self.states[RolloutState.PLANNED] += size
+        if group.is_evaluation:
+            self.evaluation_rollouts["planned"] += size
+        else:
+            self.state.rollouts_planned += size
+            self.states[RolloutState.PLANNED] += size
         self.groups[group.id] = self._groups_in[group.state][group.id] = group
         self._count([group], 1)
         self._touch("groups", group)
@@ -89,15 +111,23 @@ class Ledger(Records):
     def move(
         self, rollout: RolloutRecord, state: RolloutState, *, reason: str | None = None, error: str | None = None
     ) -> None:
+        group = self.groups[rollout.group]
+        if group.is_evaluation:
+            state, reason = EVALUATION_ENDS.get(state, (state, reason))
         check(rollout.id, rollout.state, state)
         if rollout.state is RolloutState.ADMITTED and state is RolloutState.FILTERED:
-            self._count_rollouts(self.groups[rollout.group].environment, [rollout], -1)
-        self.states[rollout.state] -= 1
-        self.states[state] += 1
-        if reason:
-            self.reasons[reason] += 1
+            self._count_rollouts(group.environment, [rollout], -1)
+        if state is RolloutState.EVALUATED:
+            self.evaluation_rollouts[reason or state] += 1
+        elif not group.is_evaluation:
+            self.states[rollout.state] -= 1
+            self.states[state] += 1
+            self.reasons.update([reason] if reason else ())
         rollout.state, rollout.reason = state, reason
         rollout.error = shortened(error) if error else rollout.error
+        if state in UNREAD and rollout.result:
+            self.unwanted_blobs += rollout.result.keys
+            self.state.open_bytes -= 0 if group.is_evaluation else rollout.result.stored_bytes
         self._touch("rollouts", rollout)
 
     def generated(
@@ -115,9 +145,11 @@ class Ledger(Records):
         rollout.attempt, rollout.execution, rollout.duration_s = attempt, execution, duration_s
         rollout.generated_at = time.time()
         rollout.result = result
+        self.move(rollout, RolloutState.GENERATED)
+        if self.groups[rollout.group].is_evaluation:
+            return
         self.state.rollouts_generated += 1
         self.state.tokens_generated += result.completion_tokens
-        self.move(rollout, RolloutState.GENERATED)
         self.state.open_bytes += result.stored_bytes
         if result.experts:
             self.state.experts_bytes += result.experts.size
@@ -143,28 +175,29 @@ class Ledger(Records):
 
     def drop(self, rollout: RolloutRecord, reason: str) -> None:
         self.move(rollout, RolloutState.FILTERED, reason=reason)
-        self._release(rollout)
 
     def kill(self, rollout: RolloutRecord, error: str) -> None:
         self.move(rollout, RolloutState.DEAD, error=error)
-        self._release(rollout)
-
-    def _release(self, rollout: RolloutRecord) -> None:
-        """Its blobs will not be read again."""
-        if rollout.result:
-            self.unwanted_blobs += rollout.result.keys
-            self.state.open_bytes -= rollout.result.stored_bytes
 
     def groups_in(self, *states: str) -> list[GroupRecord]:
         """Open groups in these states, in no order: costs what it returns, not what is open."""
         return [group for state in states for group in self._groups_in[state].values()]
 
     def enter(self, group: GroupRecord, state: str) -> None:
-        self._enter_all([group], state)
-        if state == GroupState.CLOSED and not group.of(RolloutState.DELIVERED):
+        self.enter_all([group], state)
+        if state == GroupState.CLOSED and not group.is_evaluation and not group.of(RolloutState.DELIVERED):
             self.state.groups_dropped += 1
 
-    def _enter_all(self, groups: list[GroupRecord], state: str) -> None:
+    def cancel(self, group: GroupRecord, reason: str) -> None:
+        """End its jobs, drop its rollouts and close it."""
+        for id in (*(rollout.id for rollout in group.rollouts), group_job(group.id, group.state)):
+            if job := self.jobs.get(id):
+                self.end(job, JobState.CANCELLED)
+        for rollout in group.of(*IN_FLIGHT):
+            self.drop(rollout, reason)
+        self.enter(group, GroupState.CLOSED)
+
+    def enter_all(self, groups: list[GroupRecord], state: str) -> None:
         """For groups of one state. Those that become or were admitted have admitted rollouts at this time."""
         self._count(groups, -1)
         entered = self._groups_in[state]
@@ -242,7 +275,7 @@ class Ledger(Records):
         self.waiting.pop(job.id, None)
         self._touch("jobs", job)
         if state is JobState.DEAD:
-            self._counts.died(job)
+            self._counts.died(self.kind(job), job.error)
         if job.subject_kind is Subject.ENVIRONMENT:
             self._forget_job(job)
         elif job.subject_kind is Subject.GROUP:
@@ -264,7 +297,7 @@ class Ledger(Records):
         admitted = [rollout for group in groups for rollout in group.of(RolloutState.ADMITTED)]
         if final:
             self.set_advantages(batch, {rollout.id: rollout.advantage or 0.0 for rollout in admitted})
-        self._enter_all(groups, GroupState.BATCHED)
+        self.enter_all(groups, GroupState.BATCHED)
         self._rows["batched"] += [(step, group.id) for group in groups]
         self._move_all(admitted, RolloutState.BATCHED, step, old=RolloutState.ADMITTED)
         return batch
@@ -293,7 +326,7 @@ class Ledger(Records):
         self._move_all(list(batch.rollouts()), RolloutState.ADMITTED, None, old=RolloutState.BATCHED)
         self._rows["batched"] = [row for row in self._rows["batched"] if row[0] != batch.step]
         self._rows["dissolved"] += [(group.id,) for group in batch.groups]
-        self._enter_all(batch.groups, GroupState.ADMITTED)
+        self.enter_all(batch.groups, GroupState.ADMITTED)
         self._forget(batch)
 
     def deliver(self, batch: BatchRecord) -> None:
@@ -309,7 +342,7 @@ class Ledger(Records):
         self.state.delivered_bytes += batch.stored_bytes
         self._move_all(rollouts, RolloutState.DELIVERED, batch.step, old=RolloutState.BATCHED)
         self._rows["delivered"] += [(group.id,) for group in batch.groups]
-        self._enter_all(batch.groups, GroupState.CLOSED)
+        self.enter_all(batch.groups, GroupState.CLOSED)
         for stage in self.state.stages.values():
             stage.longest_s = 0.0
         if batch.estimator_state is not None:
@@ -350,11 +383,7 @@ class Ledger(Records):
         """Why commits fail at present."""
         return self._writer.trouble
 
-    def keep(self, table: str, record: AnyRecord) -> None:
-        """Write the record of an evaluation with the next commit."""
-        self._touch(table, record)
-
-    def _touch(self, table: str, record: AnyRecord) -> None:
+    def _touch(self, table: str, record: RolloutRecord | GroupRecord | JobRecord | BatchRecord) -> None:
         self._changed[id(record)] = (table, record)
 
     async def committed(self) -> None:

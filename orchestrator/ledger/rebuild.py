@@ -19,6 +19,7 @@ from headpond.ledger.sealed_files import files_of
 from headpond.ledger.state_rows import RunState
 from headpond.ledger.states import BatchState, GroupState, RolloutState
 from headpond.orchestrator.ledger.rows import BatchRecord, GroupRecord, RolloutRecord, Row
+from headpond.orchestrator.run_dir import EVALUATIONS
 from headpond.records.rollout import RolloutResult
 from headpond.store import Store, atomic, open_store
 
@@ -45,7 +46,7 @@ def rebuild_if_lost(config: RunConfig, releasable: Callable[[], Releasable] = di
     with replacing as temporary, closing(open_for_writing(temporary)) as connection:
         released = Released(store, releasable(), first_step=steps[0] if steps else FIRST_STEP)
         manifests = filter(None, (read_manifest(store, step) for step in steps))
-        _fill(connection, manifests, config.rollouts.group_size, released)
+        _fill(connection, manifests, config, released)
         connection.execute("PRAGMA journal_mode = DELETE")  # a single file, so that the rename is atomic
 
 
@@ -72,7 +73,7 @@ class Released:
         self.held_bytes += sum(file.ref.size for file in held)
 
 
-def _fill(connection: sqlite3.Connection, manifests: Iterator[Manifest], group_size: int, released: Released) -> None:
+def _fill(connection: sqlite3.Connection, manifests: Iterator[Manifest], config: RunConfig, released: Released) -> None:
     last_ordinal = 0
     step = FIRST_STEP - 1
     states = Counter[RolloutState]()
@@ -89,7 +90,7 @@ def _fill(connection: sqlite3.Connection, manifests: Iterator[Manifest], group_s
             group = GroupRecord(
                 id=id, ordinal=ordinal, environment=environment, example=UNKNOWN, state=GroupState.CLOSED
             )
-            rollouts = _rollouts(id, group_size, step, sealed)
+            rollouts = _rollouts(id, config.rollouts.group_size, step, sealed)
             connection.execute(STATEMENTS["groups"], group.row())
             connection.executemany(STATEMENTS["rollouts"], map(_row, rollouts))
             states.update(rollout.state for rollout in rollouts)
@@ -97,13 +98,14 @@ def _fill(connection: sqlite3.Connection, manifests: Iterator[Manifest], group_s
         archive(connection, at_most=len(environments), now=time.time(), history=False)
         released.add(manifest)
     # The ordinals of open groups are unknown: leave room, so that no id is used twice.
+    evaluations = config.run_dir / EVALUATIONS
     state = RunState(
         rollouts_planned=states.total(),
         groups_planned=last_ordinal + 1_000_000,
-        evaluations=1_000_000,  # for the same reason
-        draws=1_000_000,
+        draws=1_000_000,  # for the same reason
         steps_delivered=step + 1,
         delivered_bytes=released.held_bytes,
+        evaluations_finished=evaluations.read_bytes().count(b"\n") if evaluations.exists() else 0,
     )
     state.released |= released.counters
     state.last_step.estimator_state = estimator_state

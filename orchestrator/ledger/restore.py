@@ -11,8 +11,7 @@ from headpond.ids import EncodeJobId
 from headpond.ledger import queries, schema
 from headpond.ledger.archive import execution_text
 from headpond.ledger.state_rows import RunState
-from headpond.ledger.states import GroupState, JobState, RolloutState
-from headpond.orchestrator.ledger.evaluations import EvaluationRecord, read_open
+from headpond.ledger.states import GroupState, JobState, Purpose, RolloutState
 from headpond.orchestrator.ledger.rows import (
     BatchRecord,
     GroupRecord,
@@ -38,12 +37,12 @@ class Records:
     states: Counter[RolloutState] = field(default_factory=Counter[RolloutState])
     reasons: Counter[str] = field(default_factory=Counter[str])
     """filtered rollouts by reason"""
+    evaluation_rollouts: Counter[str] = field(default_factory=Counter[str])
+    """`planned`, and those that have ended: `evaluated`, `dead`, `cancelled`. No other count includes them"""
     deaths: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     """dead jobs by stage and error"""
     untrained: dict[int, int] = field(default_factory=dict[int, int])
     """delivered step -> its rollouts"""
-    evaluations: dict[int, EvaluationRecord] = field(default_factory=dict[int, EvaluationRecord])
-    """open evaluations by number"""
 
 
 def read(path: Path) -> Records:
@@ -55,23 +54,26 @@ def read(path: Path) -> Records:
             return Records()
         groups = _groups(connection)
         batches = _batches(connection, groups)
+        counts = queries.kept_counts(connection)
         return Records(
             groups=groups,
             jobs=_jobs(connection, batches),
             batches=batches,
             state=queries.whole_state(connection),
-            states=queries.rollouts_by_state(connection),
-            reasons=queries.rollouts_by_reason(connection),
+            states=counts.states,
+            reasons=counts.reasons,
+            evaluation_rollouts=counts.evaluation,
             deaths=queries.deaths(connection),
             untrained=queries.untrained_steps(connection),
-            evaluations={each.number: each for each in read_open(connection)},
         )
 
 
 def _groups(connection: sqlite3.Connection) -> dict[str, GroupRecord]:
     groups = {
-        id: GroupRecord(id=id, ordinal=ordinal, environment=environment, example=example, state=state)
-        for id, ordinal, environment, example, state in queries.open_groups(connection)
+        id: GroupRecord(
+            id=id, ordinal=ordinal, environment=environment, example=example, state=state, purpose=Purpose(purpose)
+        )
+        for id, ordinal, environment, example, state, purpose in queries.open_groups(connection)
     }
     for row in queries.rollouts_of_open_groups(connection):
         group, index, state, reason, step, advantage, result, masked, error, attempt, execution, at, duration_s = row

@@ -10,7 +10,7 @@ import orjson
 from headpond.broker.queues import Queue
 from headpond.ids import EncodeJobId, RolloutId, TaskId, step_job
 from headpond.ledger.archive import execution_code
-from headpond.ledger.states import BatchState, GroupState, JobState, RolloutState
+from headpond.ledger.states import BatchState, GroupState, JobState, Purpose, RolloutState
 from headpond.records.rollout import RolloutResult
 from headpond.records.wire import Result
 from headpond.tasks.stage import Stage, Subject, all_stages
@@ -19,8 +19,6 @@ Value = str | int | float | None
 Row = tuple[Value, ...]
 Unit = Literal["groups", "rollouts", "tokens"]  # of `batch.size`
 SOLVED, UNSOLVED = 1.0, 0.0  # rewards
-EVALUATION_STAGES = {"evaluation": "play", "evaluation_score": "score"}
-"""Names of evaluations' jobs in the ledger, and their stages. Temporary: until evaluations are groups."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -63,6 +61,7 @@ class GroupRecord:
     example: int
     state: str = GroupState.PLAYING
     """the name of the stage that works on it, or one of `GroupState`"""
+    purpose: Purpose = Purpose.TRAINING
     rollouts: list[RolloutRecord] = field(default_factory=list[RolloutRecord])
     # In memory only: a restarted orchestrator checks every group again.
     checked_version: int | None = None
@@ -71,7 +70,11 @@ class GroupRecord:
     """whether a filter of the whole group has masked it"""
 
     def row(self) -> Row:
-        return (self.id, self.ordinal, self.environment, self.example, self.state)
+        return (self.id, self.ordinal, self.environment, self.example, self.state, self.purpose)
+
+    @property
+    def is_evaluation(self) -> bool:
+        return self.purpose is Purpose.EVALUATION
 
     @property
     def solved(self) -> Literal["all", "none", "mixed"]:
@@ -112,9 +115,9 @@ class JobRecord:
     subject_kind: Subject = field(init=False)
 
     def __post_init__(self) -> None:
-        stage: Stage[Any, Any] = all_stages()[EVALUATION_STAGES.get(self.stage, self.stage)]
+        stage: Stage[Any, Any] = all_stages()[self.stage]
         self.queue = stage.queue
-        self.subject_kind = Subject.ENVIRONMENT if self.stage in EVALUATION_STAGES else stage.subject
+        self.subject_kind = stage.subject
 
     def task_id(self, run: str) -> str:
         """Celery's id of the newest attempt."""

@@ -8,7 +8,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,6 +28,7 @@ from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.replica_costs import LOST, SECONDS, TOKENS
 from headpond.orchestrator.ledger.rows import BatchRecord
 from headpond.orchestrator.reporting import step_metrics
+from headpond.orchestrator.run_dir import EVALUATIONS
 from headpond.store import Store, open_store
 
 FILE_NAME = "metrics.jsonl"
@@ -38,7 +39,7 @@ UNWRITTEN_MOST = (
     256  # lines in the ledger, which is rewritten with each step; of older ones, the manifest's part remains
 )
 POLICY_FAILED_MOST = 0.5  # of a step's rollouts: from there on it is noted
-RETRY_S = 1.0
+EVERY_S = 1.0
 LAG_POLL_S = 2.0
 
 
@@ -64,7 +65,9 @@ class Metrics:
         self._run_dir = config.run_dir
         self._lag = lag
         self._lags = lags
-        self._file = MetricsFile(config.run_dir / FILE_NAME, open_store(config.store_url))
+        store = open_store(config.store_url)
+        self._file = LinesFile(config.run_dir / FILE_NAME, "step", lambda step: _from_manifest(store, step))
+        self._evaluations = LinesFile(config.run_dir / EVALUATIONS, "evaluation", lambda _: None)
         self._unwritten: dict[int, str] = {}
         self.last: Mapping[str, float] = {}
         """of the last delivered step"""
@@ -76,8 +79,6 @@ class Metrics:
         self._delivered_at = self._composed_at = time.monotonic()
         self._prepared: tuple[BatchRecord, int, step_metrics.Values] | None = None
         """(step, policy version, values of its rollouts), computed before the step's delivery"""
-        self._changed = asyncio.Event()
-        self._changed.set()
         self.writing = Reported(f"write {self._file.path}", "free space or repair the disk")
 
     @property
@@ -123,7 +124,6 @@ class Metrics:
         for step in [step for step in lines if int(step) not in self._unwritten]:
             lines.forget(step)
         last_step.counted = totals
-        self._changed.set()
 
     def _of_rollouts(self, batch: BatchRecord) -> step_metrics.Values:
         prepared, version, values = self._prepared or (None, 0, {})
@@ -145,42 +145,50 @@ class Metrics:
 
     async def run(self) -> None:
         while True:
-            await self._changed.wait()
-            self._changed.clear()
-            if not await self.write():
-                await asyncio.sleep(RETRY_S)
-                self._changed.set()
+            await self.write()
+            await asyncio.sleep(EVERY_S)
+            while not self._unwritten and not self._ledger.state.evaluation_lines:
+                await asyncio.sleep(EVERY_S)
 
     async def write(self) -> bool:
-        """False when the file cannot be written: the lines wait, the run continues."""
+        """False when a file cannot be written: the lines wait, the run continues."""
         lines, delivered = dict(self._unwritten), self._ledger.state.steps_delivered
+        evaluated = {int(number): row.line for number, row in self._ledger.state.evaluation_lines.items()}
+        await self._ledger.committed()
         with self.writing:
-            await in_io_thread(self._file.complete, lines, delivered=delivered)
+            await in_io_thread(self._file.complete, lines, until=delivered)
             self._unwritten = {step: line for step, line in self._unwritten.items() if step >= delivered}
+            if evaluated:
+                await in_io_thread(self._evaluations.complete, evaluated, until=max(evaluated) + 1)
+            for number in evaluated:
+                self._ledger.state.evaluation_lines.forget(str(number))
         return self.writing.trouble is None
 
 
-class MetricsFile:
-    """metrics.jsonl: one line per delivered step, in order, appended to and never rewritten.
+class LinesFile:
+    """metrics.jsonl and evaluations.jsonl: numbered lines in order, appended to and never rewritten.
 
     Which lines are missing is read from the file itself, so writing is idempotent: after a kill, or while an earlier
     attempt still runs in its thread. A full file is renamed to metrics.1.jsonl, that to metrics.2.jsonl, and so on.
     """
 
-    def __init__(self, path: Path, store: Store) -> None:
+    def __init__(self, path: Path, key: str, lost: Callable[[int], str | None]) -> None:
+        """`key` holds the number of a line. `lost` makes the line of a number that the ledger does not have."""
         self.path = path
-        self._store = store
+        self._key = key
+        self._lost = lost
         self._writing = threading.Lock()
 
-    def complete(self, lines: Mapping[int, str], *, delivered: int) -> None:
-        """Cut off a partial last line and append the missing lines of all steps before `delivered`. Blocks."""
+    def complete(self, lines: Mapping[int, str], *, until: int) -> None:
+        """Cut off a partial last line and append the missing lines of all numbers before `until`. Blocks."""
         with self._writing:
             with self._opened() as file:
-                last, end = last_line(file, "step")
+                last, end = last_line(file, self._key)
                 file.truncate(end)
             if last < 0:
                 last = self._last_of_older()
-            missing = [lines.get(step) or self._from_manifest(step) for step in range(last + 1, delivered)]
+            numbers = range(last + 1, until)
+            missing = [line for number in numbers if (line := lines.get(number) or self._lost(number))]
             if missing and end >= FULL_BYTES:
                 self._begin_another()
             if missing:
@@ -210,17 +218,18 @@ class MetricsFile:
     def _last_of_older(self) -> int:
         try:
             with self._older(1).open("rb") as file:
-                return last_line(file, "step")[0]
+                return last_line(file, self._key)[0]
         except FileNotFoundError:
             return -1
 
-    def _from_manifest(self, step: int) -> str:
-        """The line of a step whose ledger was lost: the manifest still has rewards and sizes."""
-        try:
-            manifest = read_manifest(self._store, step)
-        except (BlobError, OSError):
-            manifest = None
-        return dumps(step_metrics.of_manifest(manifest) if manifest else {"step": step})
+
+def _from_manifest(store: Store, step: int) -> str:
+    """The line of a step whose ledger was lost: the manifest still has rewards and sizes."""
+    try:
+        manifest = read_manifest(store, step)
+    except (BlobError, OSError):
+        manifest = None
+    return dumps(step_metrics.of_manifest(manifest) if manifest else {"step": step})
 
 
 def _of_rollouts(batch: BatchRecord, version: int) -> step_metrics.Values:

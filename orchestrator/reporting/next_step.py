@@ -57,7 +57,8 @@ class NextStep:
 
     def _unfinished(self) -> Iterator[GroupRecord]:
         """In planned order: the oldest hold up a step the longest."""
-        return (group for group in islice(self._ledger.groups.values(), LOOKED_AT) if group.state not in FINISHED)
+        groups = (group for group in self._ledger.groups.values() if not group.is_evaluation)
+        return (group for group in islice(groups, LOOKED_AT) if group.state not in FINISHED)
 
     def _group(self, group: GroupRecord) -> dict[str, Any]:
         ids = [*(rollout.id for rollout in group.rollouts), group_job(group.id, group.state)]

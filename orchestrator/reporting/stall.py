@@ -40,5 +40,5 @@ class StallWatch:
 
     def _progress(self) -> tuple[int, ...]:
         state = self._ledger.state
-        evaluated = sum(evaluation.begun - len(evaluation.open) for evaluation in self._ledger.evaluations.values())
+        evaluated = self._ledger.evaluation_rollouts.total()  # with the planned ones: each of them is played once
         return state.groups_admitted, state.steps_delivered, self._trainer.state.acked, evaluated

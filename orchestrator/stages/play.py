@@ -29,12 +29,9 @@ class Play(GroupStage[RolloutResult]):
 
     def fields(self, job: JobRecord) -> dict[str, Any]:
         group = self._ledger.groups[job.subject]
-        return self.fields_of(group.environment, group.example)
-
-    def fields_of(self, environment: str, example: int) -> dict[str, Any]:
         return {
-            "environment": environment,
-            "example": example,
+            "environment": group.environment,
+            "example": group.example,
             "seed": self._config.seed,
             "policy_version": self._ledger.state.policy_version,
             "least_version": self._parts.least_version(),
@@ -50,16 +47,18 @@ class Play(GroupStage[RolloutResult]):
             duration_s=reply.duration_s,
         )
         group = self._ledger.groups[job.subject]
-        self._causes.generated()
-        self._poison.generated(group)
+        if not group.is_evaluation:
+            self._causes.generated()
+            self._poison.generated(group)
         self._collect(group)
 
     def died(self, job: JobRecord, why: str, error: str) -> None:
         group = self._ledger.groups[job.subject]
         self._ledger.kill(self._ledger.rollout(job), why)
-        self._poison.died(group, error)
         self._collect(group)
-        self._causes.died(error)
+        if not group.is_evaluation:
+            self._poison.died(group, error)
+            self._causes.died(error)
 
     def stop_waiting(self, group: GroupRecord) -> None:
         """Continue the group without its unfinished rollouts."""
@@ -71,10 +70,11 @@ class Play(GroupStage[RolloutResult]):
         rollout = self._ledger.rollout(job)
         if rollout.state is RolloutState.SUBMITTED:
             self._ledger.move(rollout, RolloutState.RUNNING)
-        if not self._staleness.drops(version):
+        group = self._ledger.groups[job.subject]
+        if group.is_evaluation or not self._staleness.drops(version):
             return False
         self._cancel([rollout], "stale")
-        self._collect(self._ledger.groups[job.subject])
+        self._collect(group)
         return True
 
     def _collect(self, group: GroupRecord) -> None:
@@ -83,7 +83,7 @@ class Play(GroupStage[RolloutResult]):
         unfinished = group.of(*UNGENERATED)
         possible = len(unfinished) + len(group.of(RolloutState.GENERATED))
         partial = possible < len(group.rollouts) and self._config.rollouts.partial_groups == "drop"
-        if partial or possible < self._config.rollouts.smallest_group:
+        if not group.is_evaluation and (partial or possible < self._config.rollouts.smallest_group):
             self._cancel(unfinished, CANCELLED)
             self._parts.drop(group, TOO_SMALL)
         elif not unfinished:
@@ -107,8 +107,6 @@ class Play(GroupStage[RolloutResult]):
 
         None for a closed group: its results are no longer in memory, and the files may be in a batch.
         """
-        if ids.is_evaluation(rollout):
-            return result.keys  # those of the one that settled it are deleted too
         id = ids.RolloutId.match(rollout)
         group = self._ledger.groups.get(id.group) if id else None
         if group is None:

@@ -10,7 +10,8 @@ class Score(GroupStage[score.ScoreResult]):
     stage = score.STAGE
 
     def wants(self, group: GroupRecord) -> bool:
-        return self._ledger.state.environments[group.environment].scores_groups
+        scores_groups = self._ledger.state.environments[group.environment].scores_groups
+        return scores_groups and bool(group.of(RolloutState.GENERATED))
 
     def fields(self, job: JobRecord) -> dict[str, str]:
         return {"environment": self._ledger.groups[job.subject].environment}

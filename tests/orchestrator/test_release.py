@@ -18,7 +18,7 @@ from headpond.batches.signals import TrainerState
 from headpond.config import RunConfig
 from headpond.ledger import queries, schema
 from headpond.ledger.archive import has_closing
-from headpond.ledger.states import GroupState, JobState, RolloutState
+from headpond.ledger.states import GroupState, JobState, Purpose, RolloutState
 from headpond.orchestrator import release, run_dir
 from headpond.orchestrator.exchange.inputs import batch_plan
 from headpond.orchestrator.ledger.ledger import Ledger
@@ -72,6 +72,26 @@ def test_the_files_of_other_attempts_are_swept_when_a_rollout_is_settled(
     assert swept(config, ledger) == 2
     assert blob_keys(store, "rollouts") == [kept.key, f"rollouts/{RUN}/{playing.id}/1.aa/columns"]
     assert swept(config, ledger) == 0
+
+
+def test_the_files_of_an_evaluation_are_deleted_with_its_scores_and_swept_after_a_kill(
+    config: RunConfig, ledger: Ledger, store: FileStore
+) -> None:
+    group = submitted(ledger, 3, environment="held_out", purpose=Purpose.EVALUATION)
+    scored, killed, playing = group.rollouts
+    for rollout in (scored, killed):
+        ledger.end(ledger.jobs[rollout.id], JobState.SETTLED)
+        ledger.generated(rollout, RolloutResult(reward=0.0, columns=put(store, rollout, "1.aa")))
+    put(store, playing, "1.aa")
+    ledger.move(scored, RolloutState.EVALUATED)
+    asyncio.run(Releaser(config, ledger, Trainer(config, ledger)).run_once())
+    left = [f"rollouts/{RUN}/{rollout.id}/1.aa/columns" for rollout in (killed, playing)]
+    assert blob_keys(store, "rollouts") == left
+    assert swept(config, ledger) == 0
+    assert ledger.state.open_bytes == 0
+    ledger.cancel(group, "the run has ended")
+    assert swept(config, ledger) == 2
+    assert blob_keys(store, "rollouts") == []
 
 
 def deliver(config: RunConfig, ledger: Ledger, store: FileStore, *, experts: bool = False) -> None:

@@ -15,6 +15,9 @@ from headpond.batches import read_manifests
 from headpond.batches.signals import PublishedPolicy, RankProgress, write_policy, write_progress
 
 EVALUATION = {"use": "noop", "every": 2, "examples": 5, "rollouts": 3}
+EVALUATED_GROUPS = "SELECT id FROM groups WHERE purpose = 'evaluation'"
+CLOSED_GROUPS = """
+SELECT printf('g%07d', ordinal) FROM closed_groups JOIN names ON names.id = environment WHERE name = 'held_out'"""
 EVALUATED_4 = 'headpond_evaluation_version{evaluation="held_out"} 4.0'
 
 
@@ -47,7 +50,8 @@ def test_killed_processes_neither_lose_nor_repeat_a_rollout_of_an_evaluation(tmp
             crashed = cluster.orchestrator(CRASH_AT=point)
             assert crashed.wait() == -signal.SIGKILL, crashed.text[-2000:]
         killed = cluster.orchestrator()
-        cluster.wait_running(3, of=".v000001-")
+        group = wait_until(lambda: cluster.ledger(EVALUATED_GROUPS), what="a group of the evaluation")[0][0]
+        cluster.wait_running(3, of=f".{group}-")
         killed.kill()
         worker.kill()
         hold.unlink()
@@ -67,10 +71,12 @@ def test_killed_processes_neither_lose_nor_repeat_a_rollout_of_an_evaluation(tmp
             "planned": 15, "evaluated": 15, "dead": 0, "cancelled": 0, "in_flight": 0, "balanced": True,
         }  # fmt: skip
         assert status["names"]["held_out"] == {"last": line, "running": None}
-        rewards = cluster.ledger("SELECT result FROM evaluation_rollouts WHERE state = 'evaluated'")
+        rewards = cluster.ledger("SELECT reward FROM all_rollouts WHERE state = 'evaluated' AND reason IS NULL")
         assert sum(float(reward) for (reward,) in rewards) / 15 == pytest.approx(line["reward_mean"], rel=1e-5)
         trained = {r.group for m in read_manifests(directory_store(cluster.store)).values() for r in m.plan.rollouts}
-        assert not [group for group in trained if group.startswith("v")]
+        evaluated_groups = {group for (group,) in cluster.ledger(CLOSED_GROUPS)}
+        assert len(evaluated_groups) == 5
+        assert not trained & evaluated_groups
         assert not list((cluster.store / "rollouts").rglob("*.safetensors"))
         assert_nothing_left_in_redis(cluster)
         shown = cluster.headpond("status", str(cluster.run_dir))

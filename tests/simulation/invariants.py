@@ -88,7 +88,7 @@ class Commits:
 def check_counts(world: "World", status: dict[str, Any]) -> None:
     """The counters in the memory of an orchestrator that has ended are those of its ledger's rows."""
     with schema.reading(world.config.ledger_path) as connection:
-        states = queries.rollouts_by_state(connection)
+        states = queries.kept_counts(connection).states
         jobs = Counter(
             (JobRecord(id=row[0], stage=row[1], subject=row[2]).queue.value, row[5])
             for row in queries.open_jobs(connection)
@@ -129,7 +129,7 @@ def _check_ledger(world: "World", connection: sqlite3.Connection, state: RunStat
         world.violated(f"open jobs in a run that is done: {left[:5]}")
     if left := queries.open_groups(connection):
         world.violated(f"open groups in a run that is done: {left[:5]}")
-    states = queries.rollouts_by_state(connection)
+    states = queries.kept_counts(connection).states
     if sum(states.values()) != state.rollouts_planned:
         world.violated(f"{state.rollouts_planned} rollouts planned, {sum(states.values())} rows")
     if state.steps_delivered != world.config.steps:
@@ -137,7 +137,7 @@ def _check_ledger(world: "World", connection: sqlite3.Connection, state: RunStat
     if state.open_bytes != 0:
         world.violated(f"open_bytes is {state.open_bytes} in a run that is done")
     world.events.update(dict(connection.execute("SELECT action, count(*) FROM events GROUP BY action").fetchall()))
-    world.planned, world.reasons = state.groups_planned, dict(queries.rollouts_by_reason(connection))
+    world.planned, world.reasons = state.groups_planned, dict(queries.kept_counts(connection).reasons)
 
 
 def _check_manifests(world: "World", manifests: dict[int, Manifest], released: dict[str, int]) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 from headpond.batches import EncodedRank
 from headpond.config import RunConfig
-from headpond.ledger.states import GroupState, JobState, RolloutState
+from headpond.ledger.states import GroupState, JobState, Purpose, RolloutState
 from headpond.orchestrator.examples.evaluation import Evaluations
 from headpond.orchestrator.exchange.gates import Gates
 from headpond.orchestrator.exchange.inputs import batch_plan
@@ -28,12 +28,16 @@ def configured(**settings: Any) -> RunConfig:
     return RunConfig.model_validate({"environments": {"noop": {"use": "noop"}}} | values)
 
 
-def planned(ledger: Ledger, size: int = 4, *, environment: str = "noop") -> GroupRecord:
-    return ledger.plan(environment=environment, example=ledger.state.groups_planned, size=size)
+def planned(
+    ledger: Ledger, size: int = 4, *, environment: str = "noop", purpose: Purpose = Purpose.TRAINING
+) -> GroupRecord:
+    return ledger.plan(environment=environment, example=ledger.state.groups_planned, size=size, purpose=purpose)
 
 
-def submitted(ledger: Ledger, size: int = 4, *, environment: str = "noop") -> GroupRecord:
-    group = planned(ledger, size, environment=environment)
+def submitted(
+    ledger: Ledger, size: int = 4, *, environment: str = "noop", purpose: Purpose = Purpose.TRAINING
+) -> GroupRecord:
+    group = planned(ledger, size, environment=environment, purpose=purpose)
     for rollout in group.rollouts:
         ledger.submit(ledger.jobs[rollout.id])
     return group

@@ -119,7 +119,7 @@ def _write_ledger(path: Path, rows: list[tuple[Any, ...]], steps: int, *, archiv
     connection.executemany(STATEMENTS["rollouts"], rows)
     groups = {row[0]: GroupId.parse(row[0]).ordinal for row in rows}
     states = {OPEN: "play"}
-    values = [(id, ordinal, "sums", 7, states.get(ordinal, "closed")) for id, ordinal in groups.items()]
+    values = [(id, ordinal, "sums", 7, states.get(ordinal, "closed"), "training") for id, ordinal in groups.items()]
     connection.executemany(STATEMENTS["groups"], values)
     batches = [(step, 1, "trained" if step == 0 else "delivered", GROUP_SIZE) for step in range(steps)]
     connection.executemany(STATEMENTS["batches"], [(*batch, None, None, None) for batch in batches])

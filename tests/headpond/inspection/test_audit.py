@@ -17,7 +17,7 @@ from headpond.config import RunConfig
 from headpond.errors import BlobCorrupt
 from headpond.inspection import audit as audit_module
 from headpond.inspection.audit import AUDITED, Scope, audit, audit_at_end
-from headpond.ledger.states import GroupState, JobState, RolloutState
+from headpond.ledger.states import GroupState, JobState, Purpose, RolloutState
 from headpond.orchestrator import run_dir
 from headpond.orchestrator.exchange.inputs import batch_plan
 from headpond.orchestrator.ledger import rebuild
@@ -98,6 +98,46 @@ def test_every_rollout_is_counted_once(config: RunConfig) -> None:
     assert result["balanced"], result["problems"]
 
 
+def evaluated(ledger: Ledger) -> None:
+    """Two groups of an evaluation, one of them closed: a rollout has its score, one is dead and three are open."""
+    closed = ledger.plan(environment="held_out", example=0, size=2, purpose=Purpose.EVALUATION)
+    ledger.plan(environment="held_out", example=1, size=3, purpose=Purpose.EVALUATION)
+    for rollout in closed.rollouts:
+        ledger.submit(ledger.jobs[rollout.id])
+        ledger.end(ledger.jobs[rollout.id], JobState.SETTLED)
+    ledger.generated(closed.rollouts[0], RolloutResult(reward=1.0))
+    ledger.move(closed.rollouts[0], RolloutState.EVALUATED)
+    ledger.kill(closed.rollouts[1], "the engine answered 500")
+    ledger.enter(closed, GroupState.CLOSED)
+
+
+def test_rollouts_of_evaluations_are_balanced_apart_from_those_of_training(config: RunConfig) -> None:
+    written(config, sealed(config))
+    before = audit(config.run_dir)
+    written(config, evaluated)
+    assert audit(config.run_dir) == before
+    assert before["balanced"]
+
+
+@pytest.mark.parametrize(
+    ("statement", "problem"),
+    [
+        ("UPDATE closed_rollouts SET state = 2 WHERE state = 3", "counts 1 rollouts of evaluations as dead and has 0"),
+        ("UPDATE closed_rollouts SET reason = NULL WHERE grp = 2", "rollouts of evaluations as evaluated and has 2"),
+        ("UPDATE groups SET purpose = 'training'", "the ledger counts 5 rollouts of evaluations as planned and has 2"),
+        ("DELETE FROM jobs WHERE subject = 'g0000003'", "rollout g0000003-0 is open and has no job"),
+    ],
+)
+def test_damage_to_the_rows_of_an_evaluation_is_found(config: RunConfig, statement: str, problem: str) -> None:
+    written(config, sealed(config))
+    written(config, evaluated)
+    with closing(sqlite3.connect(config.ledger_path)) as connection, connection:
+        connection.execute(statement)
+    result = audit(config.run_dir)
+    assert not result["balanced"]
+    assert [found for found in result["problems"] if problem in found], result["problems"]
+
+
 def test_a_step_sealed_after_the_last_commit_is_balanced(config: RunConfig) -> None:
     written(config, lambda ledger: seal(config, one_step(ledger)))
     result = audit(config.run_dir)
@@ -114,7 +154,7 @@ DAMAGE = {
     "DELETE FROM jobs": "rollout g0000002-0 is open and has no job",
     "DELETE FROM rollouts WHERE idx = 2": "the ledger counts 4 rollouts as planned and has 3",
     "UPDATE state SET content = json_set(content, '$.rollouts_planned', 5) WHERE kind = 'run'": "",
-    "INSERT INTO groups VALUES ('g0000001', 1, 'noop', 0, 'closed')": "group g0000001 is archived and open",
+    "INSERT INTO groups VALUES ('g0000001', 1, 'noop', 0, 'closed', 'training')": "group g0000001 is archived and open",
     "DELETE FROM closed_groups": "rollout g0000001-0 is archived without its group",
     "DELETE FROM closed_rollouts WHERE idx = 3": "but not delivered in the ledger",
     "UPDATE closed_rollouts SET state = 'generated' WHERE idx = 0": "rollout g0000001-0 is open in the archive",

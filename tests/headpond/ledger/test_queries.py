@@ -41,7 +41,7 @@ ROLLOUTS = [
     rollout("g0000002-1", "filtered", reason="stale", result=result("gone")),
     rollout("g0000003-0", "planned"),
 ]
-GROUPS = [(f"g000000{n}", n, "noop", 7, state) for n, state in ((1, "closed"), (2, "closed"), (3, "play"))]
+GROUPS = [(f"g000000{n}", n, "noop", 7, state, "training") for n, state in ((1, "closed"), (2, "closed"), (3, "play"))]
 
 
 @pytest.fixture(params=["hot", "archived"])
@@ -72,10 +72,7 @@ def test_rollouts_are_counted_by_state_and_by_reason(connection: sqlite3.Connect
         "planned": 5, "delivered": 3, "filtered": {"stale": 1}, "in_flight": 1, "dead": 0, "fenced": 0,
         "balanced": True,
     }  # fmt: skip
-    assert queries.counted(connection) == (
-        queries.rollouts_by_state(connection),
-        queries.rollouts_by_reason(connection),
-    )
+    assert queries.counted(connection) == queries.kept_counts(connection)
 
 
 def test_causes_of_death_are_counted_by_kind_and_error(connection: sqlite3.Connection) -> None:

@@ -108,11 +108,3 @@ def test_reading_does_not_create_a_ledger(tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match="there is no ledger"):
         schema.open_for_reading(tmp_path / "ledger.sqlite")
     assert not list(tmp_path.iterdir())
-
-
-def test_a_repeated_commit_that_closes_an_evaluation_keeps_its_rewards(tmp_path: Path) -> None:
-    with closing(schema.open_for_writing(tmp_path / "ledger.sqlite")) as connection:
-        connection.execute(schema.STATEMENTS["evaluation_rollouts"], (1, 0, "evaluated", '{"reward": 0.5}'))
-        for _ in range(2):
-            connection.execute(schema.STATEMENTS["closed_evaluations"], (1,))
-        assert connection.execute("SELECT result + 0.0 FROM evaluation_rollouts").fetchall() == [(0.5,)]

@@ -7,16 +7,17 @@ from headpond.ledger.states import IN_FLIGHT, TRANSITIONS, UNGENERATED, RolloutS
 
 # A rollout's whole life; what is not here does not happen.
 TRANSITION_TABLE = """
-planned   -> submitted filtered
-submitted -> running generated filtered dead
-running   -> submitted generated filtered dead
-generated -> admitted filtered dead
+planned   -> submitted filtered evaluated
+submitted -> running generated filtered dead evaluated
+running   -> submitted generated filtered dead evaluated
+generated -> admitted filtered dead evaluated
 admitted  -> batched filtered
 batched   -> delivered admitted
 delivered -> trained
 filtered  ->
 dead      ->
 trained   ->
+evaluated ->
 """
 LEGAL = {
     (RolloutState(old.strip()), RolloutState(new))
@@ -43,11 +44,11 @@ def test_every_state_is_reachable_and_only_final_states_have_no_exit() -> None:
         reached |= more
     assert reached == set(RolloutState)
     ends = {state for state in RolloutState if not TRANSITIONS[state]}
-    assert ends == {RolloutState.FILTERED, RolloutState.DEAD, RolloutState.TRAINED}
+    assert ends == {RolloutState.FILTERED, RolloutState.DEAD, RolloutState.TRAINED, RolloutState.EVALUATED}
 
 
 def test_the_counts_of_an_audit_partition_the_states() -> None:
     counted = {RolloutState.DELIVERED, RolloutState.TRAINED, RolloutState.FILTERED, RolloutState.DEAD}
-    assert counted | IN_FLIGHT == set(RolloutState)
+    assert counted | IN_FLIGHT == set(RolloutState) - {RolloutState.EVALUATED}
     assert not counted & IN_FLIGHT
     assert UNGENERATED < IN_FLIGHT

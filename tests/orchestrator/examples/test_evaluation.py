@@ -1,36 +1,48 @@
 """When evaluations begin, what they count, and what a resumed run has of them."""
 
 import asyncio
-import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.ledgers import configured, pipeline_of, replies_of, reply_to
+from support.ledgers import admitted, configured, pipeline_of, replies_of, reply_to
 from support.waiting import Clock
 
 from headpond.batches.signals import PublishedPolicy, write_policy
 from headpond.config import RunConfig
-from headpond.ledger import evaluations as queries
+from headpond.ledger import queries
+from headpond.ledger.pages import Filter, rollouts_page
 from headpond.ledger.schema import reading
 from headpond.ledger.states import RolloutState
+from headpond.ledger.waterfall import Waterfall
+from headpond.orchestrator.endings.causes import Causes
 from headpond.orchestrator.examples.evaluation import AT_ONCE, Evaluations, unreported
-from headpond.orchestrator.ledger.evaluations import is_open
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.rows import JobRecord
+from headpond.orchestrator.planning.composer import Composer
+from headpond.orchestrator.release import sort_out
+from headpond.orchestrator.reporting.metrics import counters
 from headpond.orchestrator.trainer import Trainer
+from headpond.records.inputs import GroupInputs
 from headpond.records.rollout import RolloutResult
 from headpond.store import BlobRef
+from headpond.tasks.inputs import key as inputs_key
 from headpond.tasks.stage import Outcome
 from headpond.tasks.stages.score import ScoreResult
+
+FIRST = [f"g000000{group}-{number}" for group in (1, 2, 3) for number in (0, 1)]
+"""the rollouts of the first evaluation: two of each of three examples"""
 
 
 class Scene:
     def __init__(self, ledger: Ledger, **settings: Any) -> None:
         self.ledger = ledger
+        filters = settings.pop("filters", {})
         self.config: RunConfig = configured(
             rollouts={"max_in_flight": 40},
             recovery={"max_failures": 1},
+            filters=filters,
             evaluation={"held_out": {"use": "noop", "every": 5, "examples": 3, "rollouts": 2} | settings},
         )
         self.pipeline = pipeline_of(self.config, ledger)
@@ -39,7 +51,7 @@ class Scene:
         ledger.state.environments["held_out"].examples = 10
 
     def jobs(self) -> list[JobRecord]:
-        return [job for job in self.ledger.jobs.values() if job.stage == "evaluation"]
+        return [job for job in self.ledger.jobs.values() if job.stage == "play"]
 
     def plan(self, version: int = 0) -> list[str]:
         """The rollouts that begin at this version."""
@@ -55,6 +67,9 @@ class Scene:
         done = RolloutResult(**{"reward": 1.0} | result) if outcome is Outcome.DONE else None
         error = None if done else "it broke"
         self.replies.apply(reply_to(job.id, result=done, attempt=job.attempt, outcome=outcome, error=error))
+
+    def cancel(self) -> None:
+        self.evaluations.cancel(self.evaluations.open, "the run has ended")
 
     def finish(self) -> None:
         for job in self.jobs():
@@ -75,7 +90,9 @@ def scene(ledger: Ledger) -> Scene:
 
 
 def test_every_few_versions_the_same_examples_are_played(scene: Scene) -> None:
-    assert scene.plan() == [f"v000001-{index}" for index in range(6)]
+    assert scene.plan() == FIRST
+    assert [(group.environment, group.example) for group in scene.ledger.groups.values()] == [
+        ("held_out", 0), ("held_out", 1), ("held_out", 2)]  # fmt: skip
     assert scene.plan(5) == []  # the first is still running
     scene.finish()
     assert len(scene.plan(6)) == 6
@@ -125,19 +142,26 @@ def test_no_more_examples_are_played_than_there_are(ledger: Ledger, examples: An
 
 
 def test_its_share_of_the_rollouts_in_flight_is_bounded(ledger: Ledger) -> None:
-    scene = Scene(ledger, examples="all", rollouts=6, share=0.25)
+    scene = Scene(ledger, examples="all", rollouts=5, share=0.25)
     scene.plan()
     assert len(scene.jobs()) == 10
-    scene.reply(scene.jobs()[0])
+    for job in scene.jobs()[:5]:
+        scene.reply(job)
     scene.plan()
     assert len(scene.jobs()) == 10
     assert scene.counts == {
-        "planned": 11, "evaluated": 1, "dead": 0, "cancelled": 0, "in_flight": 10, "balanced": True,
+        "planned": 15, "evaluated": 5, "dead": 0, "cancelled": 0, "in_flight": 10, "balanced": True,
     }  # fmt: skip
 
 
+def test_an_example_with_more_rollouts_than_the_share_is_played_alone(ledger: Ledger) -> None:
+    scene = Scene(ledger, rollouts=12, share=0.25)
+    scene.plan()
+    assert len(scene.jobs()) == 12
+
+
 def test_a_large_evaluation_begins_in_small_pieces(ledger: Ledger) -> None:
-    scene = Scene(ledger, examples="all", rollouts=9, share=1.0)
+    scene = Scene(ledger, examples="all", rollouts=8, share=1.0)
     assert scene.evaluations.plan()
     assert len(scene.jobs()) == AT_ONCE
     assert not scene.evaluations.plan()
@@ -145,12 +169,70 @@ def test_a_large_evaluation_begins_in_small_pieces(ledger: Ledger) -> None:
 
 
 def test_no_count_of_training_includes_an_evaluation(scene: Scene) -> None:
+    """A rollout dies, one is scored, and the others are cancelled while they are played."""
+    ledger = scene.ledger
+    before = counters(ledger)
     scene.plan()
-    scene.finish()
-    assert scene.ledger.state.rollouts_planned == 0
-    assert scene.ledger.state.rollouts_generated == 0
-    assert not any(scene.ledger.states[state] for state in RolloutState)
-    assert not scene.ledger.groups
+    first, second, *_ = scene.jobs()
+    scene.reply(first, Outcome.FAILED)
+    scene.reply(second, columns=columns(second), experts=columns(second), completion_tokens=7)
+    scene.cancel()
+    assert not any(ledger.states[state] for state in RolloutState)
+    assert not ledger.reasons
+    assert not +ledger.admitted
+    assert not +ledger.unfinished
+    assert scene.pipeline.causes.recent() == Causes().recent()
+    after = {key: value for key, value in counters(ledger).items() if "evaluation" not in key}
+    assert after == before
+    named = {"groups_planned": 3, "sequence": 2}  # these count what is named or sent, whatever it is for
+    counts = {row.name: getattr(ledger.state, row.name) for row in fields(ledger.state)}
+    assert {name: number for name, number in counts.items() if isinstance(number, int) and number} == named
+
+
+def test_an_evaluation_poisons_no_example_and_stops_no_run(scene: Scene) -> None:
+    """However often its rollouts die of one error: in training, the run would stop."""
+    for version in range(0, 100, 5):
+        scene.plan(version)
+        for job in scene.jobs():
+            scene.reply(job, Outcome.FAILED)
+    assert scene.counts["dead"] == 120
+    assert scene.ledger.state.dropped_in_a_row == 0
+    environment = scene.ledger.state.environments["held_out"]
+    assert (scene.ledger.state.last_death, environment.deaths, environment.quarantined) == (None, {}, {})
+
+
+def test_a_rollout_of_an_evaluation_is_never_stale_nor_timed_out(ledger: Ledger) -> None:
+    scene = Scene(ledger, filters={"stale": {"mode": "drop", "max_off_policy_steps": 1}})
+    scene.plan()
+    ledger.state.steps_delivered = 20
+    ledger.state.policy_version = 20
+    for job in scene.jobs():
+        ledger.submit(job)
+        assert not scene.pipeline.play.seen_running(job, 0)
+    composer = Composer(scene.config, ledger, Trainer(scene.config, ledger), scene.pipeline)
+    asyncio.run(composer.drop_stale())
+    for job in scene.jobs():
+        scene.reply(job, version_first=0, version_last=0)
+    asyncio.run(composer.drop_stale())
+    assert (scene.last["rollouts"], scene.last["dead"]) == (6, 0)
+
+
+def test_no_step_is_composed_of_an_evaluation(scene: Scene) -> None:
+    ledger, config = scene.ledger, scene.config
+    composer = Composer(config, ledger, Trainer(config, ledger), scene.pipeline)
+    ledger.state.environments["noop"].examples = 10
+    scene.plan()
+    *jobs, last = scene.jobs()
+    for job in jobs:
+        scene.reply(job)
+    assert composer.compose() is None
+    groups = [admitted(ledger), admitted(ledger)]
+    batch = composer.compose()
+    assert batch is not None
+    assert batch.groups == groups
+    scene.reply(last)
+    ledger.deliver(batch)
+    assert (scene.last["rollouts"], +ledger.states) == (6, {RolloutState.DELIVERED: 8})
 
 
 def test_values_are_means_over_rollouts_and_examples(scene: Scene) -> None:
@@ -175,16 +257,18 @@ def test_values_are_means_over_rollouts_and_examples(scene: Scene) -> None:
     assert unreported(scene.ledger) == {}
 
 
-def test_files_of_a_rollout_are_deleted_when_its_score_is_in(scene: Scene) -> None:
+def test_the_files_of_a_group_are_deleted_when_its_scores_are_in(scene: Scene) -> None:
     scene.plan()
-    job, *_ = scene.jobs()
-    blob = BlobRef(key=f"rollouts/run/{job.id}/1.x/columns.safetensors", size=3, checksum="")
-    scene.reply(job, columns=blob)
-    assert scene.ledger.unwanted_blobs == [blob.key]
-    late = BlobRef(key=f"rollouts/run/{job.id}/2.y/columns.safetensors", size=3, checksum="")
-    scene.reply(job, columns=late)
-    assert scene.ledger.unwanted_blobs == [blob.key, late.key]
-    assert scene.counts["evaluated"] == 1
+    first, second, *_ = scene.jobs()
+    scene.reply(first, columns=columns(first))
+    assert not scene.ledger.unwanted_blobs
+    scene.reply(second, columns=columns(second))
+    inputs = inputs_key("run", "g0000001")
+    assert scene.ledger.unwanted_blobs == [columns(first).key, columns(second).key, inputs]
+    late = BlobRef(key=f"rollouts/run/{first.id}/2.y/columns.safetensors", size=3, checksum="")
+    scene.reply(first, columns=late)
+    assert scene.ledger.unwanted_blobs[3:] == [late.key]
+    assert scene.counts["evaluated"] == 2
 
 
 def test_an_evaluation_ends_without_rollouts_that_died(scene: Scene) -> None:
@@ -207,7 +291,13 @@ def columns(job: JobRecord) -> BlobRef:
 
 
 def score_jobs(scene: Scene) -> list[JobRecord]:
-    return [job for job in scene.ledger.jobs.values() if job.stage == "evaluation_score"]
+    return [job for job in scene.ledger.jobs.values() if job.stage == "score"]
+
+
+def inputs_of(scene: Scene, job: JobRecord) -> GroupInputs:
+    content = asyncio.run(scene.pipeline.stage_of(job).inputs(job))
+    assert isinstance(content, GroupInputs)
+    return content
 
 
 def score(scene: Scene, job: JobRecord, **rewards: float) -> None:
@@ -217,31 +307,32 @@ def score(scene: Scene, job: JobRecord, **rewards: float) -> None:
 
 
 def test_the_rollouts_of_an_example_are_scored_together_by_an_environment_that_scores_groups(scene: Scene) -> None:
-    scene.ledger.state.environments["held_out"].scores_groups = 1
+    scene.ledger.state.environments["held_out"].scores_groups = True
     scene.plan()
     jobs = scene.jobs()
     for job in (jobs[2], jobs[1], jobs[3]):
         scene.reply(job, columns=columns(job))
     scene.reply(jobs[0], Outcome.FAILED)  # the other rollout of the first example is scored alone
-    assert [job.id for job in score_jobs(scene)] == ["v000001-e1", "v000001-e0"]
+    assert [job.id for job in score_jobs(scene)] == ["g0000002-score", "g0000001-score"]
     assert not scene.ledger.unwanted_blobs
-    inputs = scene.evaluations.score_inputs(score_jobs(scene)[0])
-    assert (inputs.environment, inputs.example) == ("held_out", 1)
-    assert list(inputs.members) == ["v000001-2", "v000001-3"]
     second, first = score_jobs(scene)
-    score(scene, first, v000001_1=0.25)
-    score(scene, second, v000001_2=0.5, v000001_3=0.75)
+    inputs = inputs_of(scene, second)
+    assert (inputs.environment, inputs.example) == ("held_out", 1)
+    assert list(inputs.members) == ["g0000002-0", "g0000002-1"]
+    assert list(inputs_of(scene, first).members) == ["g0000001-1"]
+    score(scene, first, g0000001_1=0.25)
+    score(scene, second, g0000002_0=0.5, g0000002_1=0.75)
     unwanted = sorted(key for key in scene.ledger.unwanted_blobs if key.startswith("rollouts/"))
     assert unwanted == sorted(columns(job).key for job in jobs[1:4])
     for job in jobs[4:]:
         scene.reply(job)
-    score(scene, score_jobs(scene)[0], v000001_4=1.0, v000001_5=0.0)
+    score(scene, score_jobs(scene)[0], g0000003_0=1.0, g0000003_1=0.0)
     assert (scene.last["rollouts"], scene.last["dead"], scene.last["reward_mean"]) == (5, 1, 0.5)
     assert scene.counts["balanced"]
 
 
 def test_rollouts_whose_score_failed_are_dead(scene: Scene) -> None:
-    scene.ledger.state.environments["held_out"].scores_groups = 1
+    scene.ledger.state.environments["held_out"].scores_groups = True
     scene.plan()
     scene.finish()
     for job in score_jobs(scene):
@@ -253,10 +344,10 @@ def test_rollouts_whose_score_failed_are_dead(scene: Scene) -> None:
 
 
 def test_a_score_without_every_rollout_does_not_answer(scene: Scene) -> None:
-    scene.ledger.state.environments["held_out"].scores_groups = 1
+    scene.ledger.state.environments["held_out"].scores_groups = True
     scene.plan()
     scene.finish()
-    score(scene, score_jobs(scene)[0], v000001_0=1.0)
+    score(scene, score_jobs(scene)[0], g0000001_0=1.0)
     assert scene.counts["dead"] == 2  # max_failures is 1
 
 
@@ -266,7 +357,7 @@ def test_a_resumed_run_has_the_results_that_wait_for_their_score(tmp_path: Path)
     async def begin() -> None:
         ledger = Ledger(path)
         scene = Scene(ledger)
-        ledger.state.environments["held_out"].scores_groups = 1
+        ledger.state.environments["held_out"].scores_groups = True
         scene.plan()
         for job in scene.jobs()[:3]:
             scene.reply(job, columns=columns(job))
@@ -277,11 +368,13 @@ def test_a_resumed_run_has_the_results_that_wait_for_their_score(tmp_path: Path)
     ledger = Ledger(path)
     scene = Scene(ledger)
     (job,) = score_jobs(scene)
-    assert list(scene.evaluations.score_inputs(job).members) == ["v000001-0", "v000001-1"]
-    assert [is_open(ledger.evaluations, f"v000001-{index}") for index in range(7)] == [True] * 6 + [False]
-    assert not is_open(ledger.evaluations, "v000002-0")
-    scene.evaluations.cancel()
-    assert sorted(ledger.unwanted_blobs) == [f"rollouts/run/v000001-{n}/1.x/columns.safetensors" for n in range(3)]
+    assert list(inputs_of(scene, job).members) == ["g0000001-0", "g0000001-1"]
+    found = sort_out([*FIRST, "g0000004-0"], ledger.groups)
+    assert (found.settled, found.closed) == (FIRST[:3], ["g0000004-0"])
+    files = [f"rollouts/run/{rollout}/1.x/columns.safetensors" for rollout in FIRST[:3]]
+    assert found.named == set(files)
+    scene.cancel()
+    assert sorted(ledger.unwanted_blobs) == files
     assert not ledger.jobs
     assert scene.counts["cancelled"] == 6
     ledger.close()
@@ -304,7 +397,7 @@ def test_a_resumed_run_has_the_open_evaluation_with_its_scores(tmp_path: Path) -
     ledger = Ledger(path)
     scene = Scene(ledger)
     scene.evaluations.resume()
-    assert [job.id for job in scene.jobs()] == [f"v000001-{index}" for index in range(2, 6)]
+    assert [job.id for job in scene.jobs()] == FIRST[2:]
     assert scene.counts["balanced"]
     scene.finish()
     assert (scene.last["version"], scene.last["rollouts"], scene.last["dead"]) == (5, 5, 1)
@@ -315,13 +408,14 @@ def test_a_resumed_run_has_the_open_evaluation_with_its_scores(tmp_path: Path) -
 
 def test_an_evaluation_that_is_not_configured_any_more_is_cancelled(scene: Scene) -> None:
     scene.plan()
-    scene.reply(scene.jobs()[0])
+    for job in scene.jobs()[:3]:  # one example is done
+        scene.reply(job)
     others = Evaluations(configured(evaluation={"another": {"use": "noop"}}), scene.ledger)
     others.resume()
     assert not scene.jobs()
-    assert not scene.ledger.evaluations
+    assert not scene.ledger.groups
     assert scene.counts == {
-        "planned": 6, "evaluated": 1, "dead": 0, "cancelled": 5, "in_flight": 0, "balanced": True,
+        "planned": 6, "evaluated": 2, "dead": 0, "cancelled": 4, "in_flight": 0, "balanced": True,
     }  # fmt: skip
     assert scene.last is None
 
@@ -336,7 +430,7 @@ def test_the_end_of_a_run_waits_for_open_evaluations(scene: Scene, monkeypatch: 
     assert scene.evaluations.awaited_at_end()
     clock.now += 2
     assert not scene.evaluations.awaited_at_end()
-    scene.evaluations.cancel()
+    scene.cancel()
     assert scene.counts["cancelled"] == 6
 
 
@@ -349,7 +443,7 @@ def test_an_update_of_the_weights_is_held_until_the_evaluations_of_this_version_
     write_policy(tmp_path, PublishedPolicy(version=1, weights="/weights/1"))
     asyncio.run(trainer.read())
     jobs = scene.jobs()
-    assert [job.id for job in jobs] == [f"v000001-{index}" for index in range(6)]
+    assert [job.id for job in jobs] == FIRST
     for job in jobs:
         assert (trainer.state.policy, ledger.state.policy_version) == (None, 0)
         scene.reply(job)
@@ -366,17 +460,21 @@ def test_no_update_is_held_for_longer_than_the_setting(ledger: Ledger) -> None:
 
 def test_the_ledger_keeps_the_rewards_of_closed_evaluations_and_finds_rollouts_without_a_job(tmp_path: Path) -> None:
     path = tmp_path / "kept.sqlite"
+    lost = "g0000005-1"
 
     async def play() -> None:
         ledger = Ledger(path)
         scene = Scene(ledger)
         scene.plan()
+        scene.reply(scene.jobs()[0], Outcome.FAILED)
         scene.finish()
         scene.plan(5)
-        ledger.jobs.pop("v000002-3")
-        ledger.waiting.pop("v000002-3")
+        ledger.jobs.pop(lost)
+        ledger.waiting.pop(lost)
         for changed in [
-            key for key, (_, record) in ledger._changed.items() if getattr(record, "id", "") == "v000002-3"
+            key
+            for key, (table, record) in ledger._changed.items()
+            if table == "jobs" and record.id == lost  # type: ignore[union-attr]
         ]:
             ledger._changed.pop(changed)
         await ledger.committed()
@@ -384,7 +482,14 @@ def test_the_ledger_keeps_the_rewards_of_closed_evaluations_and_finds_rollouts_w
 
     asyncio.run(play())
     with reading(path) as connection:
-        assert [row[1:] for row in queries.rollouts_of(connection, 1)] == [("evaluated", "1.0")] * 6
-        ((number, line),) = queries.results_after(connection, 0)
-        assert (number, json.loads(line)["name"]) == (1, "held_out")
-        assert queries.problems(connection, limit=5) == ["rollout 3 of evaluation 2 is open and has no job"]
+        closed = connection.execute("SELECT id, state, reason, reward FROM all_rollouts WHERE state = 'evaluated'")
+        assert closed.fetchall() == [(FIRST[0], "evaluated", "dead", None)] + [
+            (rollout, "evaluated", None, 1.0) for rollout in FIRST[1:]
+        ]
+        assert queries.counted(connection) == queries.kept_counts(connection)
+        assert queries.counted(connection).evaluation == {"planned": 12, "dead": 1, "evaluated": 5}
+        assert list(queries.structure_problems(connection, limit=5)) == [f"rollout {lost} is open and has no job"]
+        stages = Waterfall().read(connection)["stages"]
+        assert [stage["rollouts"] for stage in stages] == [0] * len(stages)
+        page = rollouts_page(connection, Filter(state=RolloutState.EVALUATED))
+        assert [row["id"] for row in page.rows] == FIRST[::-1]

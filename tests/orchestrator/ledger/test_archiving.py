@@ -15,7 +15,7 @@ from support.ledgers import admitted, generated, submitted
 from support.waiting import wait_until
 
 from headpond.ledger import queries, schema
-from headpond.ledger.states import GroupState, JobState, RolloutState
+from headpond.ledger.states import GroupState, JobState, Purpose, RolloutState
 from headpond.orchestrator.ledger import counts, writer
 from headpond.orchestrator.ledger.counts import OTHER_CAUSES
 from headpond.orchestrator.ledger.ledger import Ledger
@@ -71,7 +71,7 @@ def test_a_large_step_is_archived_in_slices_and_never_counted_twice(path: Path) 
 
         def all_archived() -> bool:
             with schema.reading(path) as connection, queries.snapshot(connection):
-                assert queries.counted(connection)[0] == {RolloutState.DELIVERED: 2 * groups}
+                assert queries.counted(connection).states == {RolloutState.DELIVERED: 2 * groups}
                 assert list(queries.structure_problems(connection, limit=1)) == []
                 assert len(list(queries.delivered_rollouts(connection))) == 2 * groups
                 archived = connection.execute("SELECT count(*) FROM closed_groups").fetchone()[0]
@@ -224,13 +224,15 @@ def test_histories_are_deleted_a_few_at_a_time(path: Path, monkeypatch: pytest.M
     assert left == [5, 2, 2, 2]
 
 
-def close_many(groups: int) -> Callable[[Ledger], Awaitable[None]]:
-    """Groups of 8 that are open 64 at a time and close in any order, in commits of a few."""
+def close_many(groups: int, *, evaluations: int = 0) -> Callable[[Ledger], Awaitable[None]]:
+    """Groups of 8 that are open 64 at a time and close in any order, in commits of a few. Of each 4, `evaluations` are
+    those of evaluations."""
 
     async def work(ledger: Ledger) -> None:
         chance, opened = random.Random(7), list[GroupRecord]()
         for number in range(groups):
-            group = submitted(ledger, 8)
+            purpose = Purpose.EVALUATION if number % 4 < evaluations else Purpose.TRAINING
+            group = submitted(ledger, 8, purpose=purpose)
             opened.append(group)
             for rollout in group.rollouts:
                 ledger.end(ledger.jobs[rollout.id], JobState.SETTLED)
@@ -257,17 +259,20 @@ def used_bytes(path: Path) -> tuple[int, int]:
     return pages * size, (pages - free) * size
 
 
-def test_a_closed_rollout_takes_less_than_200_bytes_and_freed_pages_are_used_again(path: Path) -> None:
+@pytest.mark.parametrize("evaluations", [0, 1])
+def test_a_closed_rollout_takes_less_than_200_bytes_and_freed_pages_are_used_again(
+    path: Path, evaluations: int
+) -> None:
     settings = {"keep_events_steps": 0}
-    run(path, close_many(64), **settings)
+    run(path, close_many(64, evaluations=evaluations), **settings)
     forget_histories(path)
     _, used = used_bytes(path)
-    run(path, close_many(256), **settings)
+    run(path, close_many(256, evaluations=evaluations), **settings)
     forget_histories(path)
     file, used_after = used_bytes(path)
     assert (used_after - used) / (256 * 8) < 200
     assert used_after - used > 256 * 8 * 50, "the archive is in it"
-    run(path, close_many(256), **settings)
+    run(path, close_many(256, evaluations=evaluations), **settings)
     assert used_bytes(path)[0] - file < 2 * (used_after - used), "histories and hot rows are in pages that were free"
 
 

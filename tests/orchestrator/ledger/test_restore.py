@@ -12,7 +12,7 @@ from headpond.batches import Manifest, seal_manifest
 from headpond.ids import rollout_directory
 from headpond.inspection.audit import audit
 from headpond.ledger.state_rows import RELEASED, Rows, StateRow
-from headpond.ledger.states import GroupState, JobState, RolloutState
+from headpond.ledger.states import GroupState, JobState, Purpose, RolloutState
 from headpond.orchestrator import run_dir
 from headpond.orchestrator.exchange.inputs import batch_plan
 from headpond.orchestrator.ledger import rebuild, restore
@@ -59,6 +59,7 @@ def contents(ledger: Ledger | restore.Records) -> dict[str, Any]:
         "state": state_contents(ledger.state),
         "states": +ledger.states,
         "reasons": +ledger.reasons,
+        "evaluation_rollouts": ledger.evaluation_rollouts,
         "untrained": ledger.untrained,
     }
 
@@ -69,6 +70,9 @@ def test_open_records_are_restored(tmp_path: Path) -> None:
         ledger.retry(ledger.jobs[submitted(ledger).rollouts[0].id], error="it broke", failures=1)
         ledger.enter(generated(ledger), "filter")
         admitted(ledger).rollouts[1].masked = True
+        evaluated = ledger.plan(environment="held_out", example=0, size=3, purpose=Purpose.EVALUATION)
+        ledger.move(evaluated.rollouts[0], RolloutState.EVALUATED, reason="dead")
+        ledger.state.evaluated["held_out"].begun = 1
         ledger.state.position = "17-3"
         config = configured(batch={"size": 1, "data_ranks": 2, "order": "completion"})
         batch = Composer(config, ledger, Trainer(config, ledger), pipeline_of(config, ledger)).compose()

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 from support.ledgers import admitted, configured, encoded, generated, pipeline_of
 from support.small_disk import LimitedDirectory
-from support.stores import directory_store
 from support.waiting import wait_until_async
 
 from headpond.config import RunConfig
 from headpond.event_loop.loop_lag import LoopLag
 from headpond.ledger.states import GroupState
 from headpond.orchestrator.exchange.redis_connection import Broker
+from headpond.orchestrator.ledger import rebuild
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.rows import BatchRecord
 from headpond.orchestrator.planning.composer import Sealer
 from headpond.orchestrator.reporting import metrics
-from headpond.orchestrator.reporting.metrics import TAIL_BYTES, LagPoller, Metrics, MetricsFile, dumps
+from headpond.orchestrator.reporting.metrics import TAIL_BYTES, LagPoller, LinesFile, Metrics, dumps
 
 
 class Run:
@@ -172,6 +172,37 @@ def test_a_line_counts_since_the_last_one_across_a_restart(tmp_path: Path) -> No
     asyncio.run(main())
 
 
+def test_every_evaluation_has_one_line_across_a_kill_and_a_lost_ledger(tmp_path: Path) -> None:
+    async def ended(run: Run) -> None:
+        """An evaluation ends, and the run is killed after its line is written."""
+        state = run.ledger.state
+        state.evaluations_finished += 1
+        number = state.evaluations_finished
+        state.evaluation_lines[str(number)].line = dumps({"evaluation": number, "reward_mean": number})
+        await run.ledger.committed()
+        assert await run.metrics.write()
+        run.ledger.close()
+
+    def lines() -> list[int]:
+        text = (tmp_path / "run" / "evaluations.jsonl").read_text()
+        return [json.loads(line)["evaluation"] for line in text.splitlines()]
+
+    async def main() -> None:
+        await ended(Run(tmp_path))
+        assert lines() == [1]
+        resumed = Run(tmp_path)
+        assert list(resumed.ledger.state.evaluation_lines) == ["1"], "the kill came before the commit"
+        await ended(resumed)
+        assert lines() == [1, 2]
+        resumed.config.ledger_path.unlink()
+        (tmp_path / "run" / "store" / "rollouts" / "x").mkdir(parents=True)
+        rebuild.rebuild_if_lost(resumed.config)
+        await ended(Run(tmp_path))
+        assert lines() == [1, 2, 3]
+
+    asyncio.run(main())
+
+
 def test_an_unwritable_file_is_reported_and_tried_again(tmp_path: Path) -> None:
     async def main() -> None:
         run = Run(tmp_path)
@@ -190,6 +221,11 @@ def test_an_unwritable_file_is_reported_and_tried_again(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def steps_file(directory: Path) -> LinesFile:
+    """Without manifests."""
+    return LinesFile(directory / "metrics.jsonl", "step", lambda step: dumps({"step": step}))
+
+
 def lines_of(directory: Path) -> dict[str, list[int]]:
     """File -> the steps of its lines."""
     files = sorted(directory.glob("metrics*.jsonl"))
@@ -200,7 +236,7 @@ def test_a_full_file_is_renamed_and_the_oldest_is_deleted(tmp_path: Path, monkey
     """Two lines fill a file."""
     monkeypatch.setattr(metrics, "FULL_BYTES", 2 * len('{"step":0}\n'))
     for delivered in range(1, 10):
-        MetricsFile(tmp_path / "metrics.jsonl", directory_store(tmp_path)).complete({}, delivered=delivered)
+        steps_file(tmp_path).complete({}, until=delivered)
     assert lines_of(tmp_path) == {
         "metrics.jsonl": [8],
         "metrics.1.jsonl": [6, 7],
@@ -214,14 +250,14 @@ def test_a_kill_between_two_renames_loses_no_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: int
 ) -> None:
     monkeypatch.setattr(metrics, "FULL_BYTES", 1)
-    file = MetricsFile(tmp_path / "metrics.jsonl", directory_store(tmp_path))
+    file = steps_file(tmp_path)
     for delivered in range(1, 4):
-        file.complete({}, delivered=delivered)
+        file.complete({}, until=delivered)
     for number in (2, 1, 0)[:renames]:
         older = tmp_path / (f"metrics.{number}.jsonl" if number else "metrics.jsonl")
         older.rename(tmp_path / f"metrics.{number + 1}.jsonl")
     (tmp_path / "metrics.jsonl").open("a").write('{"step":')
-    file.complete({}, delivered=4)
+    file.complete({}, until=4)
     assert lines_of(tmp_path) == {
         "metrics.jsonl": [3],
         "metrics.1.jsonl": [2],
@@ -257,79 +293,79 @@ def test_solved_groups_are_counted_before_filters(ledger: Ledger) -> None:
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> MetricsFile:
-    return MetricsFile(tmp_path / "metrics.jsonl", directory_store(tmp_path / "store"))
+def file(tmp_path: Path) -> LinesFile:
+    return steps_file(tmp_path)
 
 
 def line(step: int, **values: float) -> str:
     return dumps({"step": step, "reward_mean": 0.5, **values})
 
 
-def steps(file: MetricsFile) -> list[int]:
+def steps(file: LinesFile) -> list[int]:
     text = file.path.read_text()
     assert not text or text.endswith("\n")
     return [json.loads(each)["step"] for each in text.splitlines()]
 
 
-def test_lines_are_appended_in_the_order_of_steps(file: MetricsFile) -> None:
-    file.complete({}, delivered=0)
+def test_lines_are_appended_in_the_order_of_steps(file: LinesFile) -> None:
+    file.complete({}, until=0)
     assert steps(file) == []
-    file.complete({0: line(0)}, delivered=1)
-    file.complete({1: line(1), 2: line(2)}, delivered=3)
+    file.complete({0: line(0)}, until=1)
+    file.complete({1: line(1), 2: line(2)}, until=3)
     assert steps(file) == [0, 1, 2]
 
 
-def test_existing_lines_are_not_written_again(file: MetricsFile) -> None:
-    file.complete({0: line(0)}, delivered=1)
-    file.complete({0: line(0, reward_max=1.0), 1: line(1)}, delivered=2)
-    file.complete({0: line(0), 1: line(1)}, delivered=2)
+def test_existing_lines_are_not_written_again(file: LinesFile) -> None:
+    file.complete({0: line(0)}, until=1)
+    file.complete({0: line(0, reward_max=1.0), 1: line(1)}, until=2)
+    file.complete({0: line(0), 1: line(1)}, until=2)
     assert steps(file) == [0, 1]
     assert "reward_max" not in file.path.read_text()
 
 
-def test_concurrent_writes_append_every_line_once(file: MetricsFile) -> None:
+def test_concurrent_writes_append_every_line_once(file: LinesFile) -> None:
     """An attempt whose caller was cancelled continues in its thread."""
     lines = {step: line(step) for step in range(50)}
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda delivered: file.complete(lines, delivered=delivered), [10, 50, 20, 50, 30, 40, 50, 5]))
+        list(pool.map(lambda delivered: file.complete(lines, until=delivered), [10, 50, 20, 50, 30, 40, 50, 5]))
     assert steps(file) == list(range(50))
 
 
 @pytest.mark.parametrize("rest", [b'{"step":2,"rew', b'{"step":2}', b"\0\0\0\0\n", b"{}\n", b"[2]\n\n", b"\xff\n{"])
-def test_a_partial_last_line_is_replaced(file: MetricsFile, rest: bytes) -> None:
-    file.complete({0: line(0), 1: line(1)}, delivered=2)
+def test_a_partial_last_line_is_replaced(file: LinesFile, rest: bytes) -> None:
+    file.complete({0: line(0), 1: line(1)}, until=2)
     with file.path.open("ab") as torn:
         torn.write(rest)
-    file.complete({2: line(2), 3: line(3)}, delivered=4)
+    file.complete({2: line(2), 3: line(3)}, until=4)
     assert steps(file) == [0, 1, 2, 3]
 
 
-def test_a_long_file_is_read_from_its_end(file: MetricsFile) -> None:
+def test_a_long_file_is_read_from_its_end(file: LinesFile) -> None:
     wide = {f"key_{number}": 0.0 for number in range(1000)}
     lines = {step: line(step, **wide) for step in range(2 * TAIL_BYTES // len(line(0, **wide)))}
-    file.complete(lines, delivered=len(lines))
+    file.complete(lines, until=len(lines))
     with file.path.open("ab") as torn:
         torn.write(b"{")
-    file.complete({}, delivered=len(lines) + 1)
+    file.complete({}, until=len(lines) + 1)
     assert steps(file) == list(range(len(lines) + 1))
 
 
-def test_the_next_write_completes_an_interrupted_one(file: MetricsFile) -> None:
-    file.complete({0: line(0)}, delivered=1)
+def test_the_next_write_completes_an_interrupted_one(file: LinesFile) -> None:
+    file.complete({0: line(0)}, until=1)
     size, (soft, hard) = file.path.stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 8, hard))
     try:
         with pytest.raises(OSError, match="File too large"):
-            file.complete({1: line(1)}, delivered=2)
+            file.complete({1: line(1)}, until=2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert file.path.stat().st_size == size + 8
-    file.complete({1: line(1)}, delivered=2)
+    file.complete({1: line(1)}, until=2)
     assert steps(file) == [0, 1]
 
 
-def test_a_step_without_line_and_manifest_has_a_line_with_its_number(file: MetricsFile) -> None:
-    file.complete({1: line(1)}, delivered=2)
+def test_a_step_without_line_and_manifest_has_a_line_with_its_number(file: LinesFile) -> None:
+    file.complete({1: line(1)}, until=2)
     assert file.path.read_text().splitlines() == ['{"step":0}', line(1)]
 
 

@@ -36,7 +36,6 @@ def test_a_group_shows_the_jobs_that_it_waits_for(ledger: Ledger) -> None:
 
 def test_a_composed_step_shows_its_own_unfinished_jobs(ledger: Ledger) -> None:
     batch = ledger.compose(0, [admitted(ledger), admitted(ledger)])
-    ledger.add_job("v000000-0", "evaluation", "0")  # of evaluation 0, not of step 0
     for rank in range(2):
         ledger.add_job(batch.job_id(rank), "encode", str(batch.step))
     ledger.end(ledger.jobs[batch.job_id(0)], JobState.SETTLED)

@@ -5,7 +5,7 @@ import { get } from "../data.js";
 
 const LIMIT = 50;
 const REQUESTS_MOST = 40; // for a page of a rare kind: each reads 20,000 rows of the ledger
-const STATES = ["", "planned", "submitted", "running", "generated", "admitted", "batched", "delivered", "trained", "filtered", "dead"];
+const STATES = ["", "planned", "submitted", "running", "generated", "admitted", "batched", "delivered", "trained", "filtered", "dead", "evaluated"];
 
 export async function rolloutsPage(run, query) {
   const page = await filledPage(run, query);
