@@ -61,7 +61,7 @@ def run(*, quick: bool) -> Report:
 
 def _seal(pipe: Pipeline, show: Show) -> Sealed:
     with pipe.running() as run:
-        [line] = pipe.steps(run, lambda: show(f"{run.status()['rollouts']['in_flight']} rollouts in flight"))
+        [line] = pipe.steps(run, lambda: show(f"{run.status().rollouts['in_flight']} rollouts in flight"))
     manifest = read_manifest(open_store(pipe.cluster.store), 0)
     assert manifest is not None
     experts = [rollout.experts.size for rollout in manifest.plan.rollouts if rollout.experts]

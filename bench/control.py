@@ -112,12 +112,12 @@ def _pipe(cluster: Cluster, canary: Canary, size: Size, show: Show) -> PipeRound
 def _lag_when_submitted(run: Run, size: Size) -> dict[str, float]:
     """The orchestrator's lag (of its last 10 s at most) once all rollouts are queued, else empty."""
     status = run.status()
-    all_queued = status["rollouts"]["planned"] >= size.rollouts and not status["waiting_jobs"]["rollouts"]
-    return status["event_loop_lag"] if all_queued else {}
+    all_queued = status.rollouts["planned"] >= size.rollouts and not status.waiting_jobs["rollouts"]
+    return status.event_loop_lag if all_queued else {}
 
 
 def _has_ended(run: Run, size: Size, show: Show) -> bool:
-    show(f"{run.status()['rollouts']['delivered']} of {size.rollouts} rollouts delivered")
+    show(f"{run.status().rollouts['delivered']} of {size.rollouts} rollouts delivered")
     return run.process.ended
 
 

@@ -39,6 +39,7 @@ from headpond.inspection.status import status
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.release import Sweeper
 from headpond.processes.child_process import program
+from headpond.records.status import Status
 
 ROUNDS = 3
 GROUP_SIZE = 8
@@ -155,9 +156,9 @@ def _measure_in_flight(size: Size, _: int, show: Show) -> Measured:
     settings = {"rollouts__group_size": GROUP_SIZE, "rollouts__max_in_flight": size.in_flight}
     most = 0
 
-    def look(status: dict[str, Any]) -> None:
+    def look(status: Status) -> None:
         nonlocal most
-        most = max(most, sum(status["running_by_worker"].values()))
+        most = max(most, sum(status.running_by_worker.values()))
 
     with start_cluster(**NOOPS, **settings, steps=9, batch__size=step_groups) as cluster:
         cluster.rollout_worker(concurrency=size.in_flight, noop_rollout_s=size.held_s)
@@ -256,7 +257,7 @@ def _measure_ledger(size: Size, _: int, show: Show) -> Measured:
                 show(f"{name}: start {number} of {size.starts}")
                 seconds.append(_start_s(cluster, directory))
             status_s.append(_status_s(made))
-        steps = status(made)["step"]
+        steps = status(made).step
         sweep_s, swept = _sweep_s(made, steps)
     start_s, empty_s = (median(seconds) for seconds in starts.values())
     figures = {
@@ -362,9 +363,9 @@ def _play(run: Run, show: Show, look: Any = lambda status: None) -> None:
         nonlocal acked
         status = run.status()
         look(status)
-        show(f"{status['step']} of {status['steps']} steps, {status['rollouts']['in_flight']} rollouts in flight")
-        if status["step"] - 1 > acked:
-            acked = status["step"] - 1
+        show(f"{status.step} of {status.steps} steps, {status.rollouts['in_flight']} rollouts in flight")
+        if status.step - 1 > acked:
+            acked = status.step - 1
             _acknowledge(run, acked)
         return run.process.ended
 
@@ -384,8 +385,8 @@ def _cpu_s_when_planned(run: Run, rollouts: float, show: Show) -> float:
 
     def planned() -> bool:
         status = run.status()
-        show(f"{status['rollouts']['planned']} rollouts planned")
-        return status["rollouts"]["planned"] >= rollouts and not status["waiting_jobs"]["rollouts"]
+        show(f"{status.rollouts['planned']} rollouts planned")
+        return status.rollouts["planned"] >= rollouts and not status.waiting_jobs["rollouts"]
 
     run.process.wait_until(planned, what="every rollout is queued", timeout_s=RUN_S)
     return cpu_s(run.process.pid)
@@ -393,5 +394,5 @@ def _cpu_s_when_planned(run: Run, rollouts: float, show: Show) -> float:
 
 def _let_it_poll(run: Run, times: int = 4) -> None:
     """Wait until the leases and all open jobs have been compared some times: each status is a second younger."""
-    began = run.status()["at"]
-    run.process.wait_until(lambda: run.status()["at"] > began + times, what="it has reported", timeout_s=END_S)
+    began = run.status().at or 0.0
+    run.process.wait_until(lambda: (run.status().at or 0.0) > began + times, what="it has reported", timeout_s=END_S)

@@ -55,13 +55,8 @@ class RunLock:
             logger.info("action=lock_awaited expires_in_s=%.1f holder=%s", ttl_ms / 1000, describe(holder))
             await asyncio.sleep(1)
 
-    async def keep(self) -> None:
-        """Renews the lock until cancelled, also after a flush of Redis; raises RunLocked if another process has it."""
-        while True:
-            await asyncio.sleep(RENEW_S)
-            await self.check()
-
     async def check(self) -> None:
+        """Renew the lock, also after a flush of Redis. RunLocked if another process has it."""
         holder = await self._hold()
         if holder != self._value:
             raise RunLocked(f"another orchestrator has taken over: {describe(holder)}; this one stops writing")

@@ -9,16 +9,17 @@ line here.
 """
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 from headpond.config import RunConfig
 from headpond.ledger.states import GroupState, RolloutState
+from headpond.orchestrator.duties.housekeeping import Troubles
 from headpond.orchestrator.endings.causes import Causes, masking
 from headpond.orchestrator.examples.evaluation import Evaluations
 from headpond.orchestrator.exchange.gates import Gates
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.rows import BatchRecord, GroupRecord, JobRecord
+from headpond.orchestrator.serving.serving_weights import ServingWeights
 from headpond.orchestrator.stage import Parts, RunStage
 from headpond.orchestrator.stages.advantage import Advantage
 from headpond.orchestrator.stages.batch_phase import BatchPhase
@@ -39,20 +40,21 @@ class Pipeline:
         ledger: Ledger,
         gates: Gates,
         evaluations: Evaluations,
+        weights: ServingWeights | None = None,
         *,
-        least_version: Callable[[], int] = lambda: 0,
-        abandoned_versions: Callable[[], tuple[int, ...]] = lambda: (),
         batch_phase: bool = False,
+        troubles: Troubles | None = None,
     ) -> None:
-        """`least_version`, `abandoned_versions`: see `Parts`. `batch_phase`: whether the estimator has one."""
+        """`batch_phase`: whether the estimator has one."""
         self._config = config
         self._run = run
         self._ledger = ledger
-        self.causes = Causes()
+        self.causes = Causes(troubles)
         self.evaluations = evaluations
+        self.weights = weights or ServingWeights(config, ledger)
         parts = Parts(
-            config=config, run=run, ledger=ledger, gates=gates, causes=self.causes, least_version=least_version,
-            abandoned_versions=abandoned_versions, advance=self.advance, drop=self.drop, advance_step=self.advance_step,
+            config=config, run=run, ledger=ledger, gates=gates, causes=self.causes, weights=self.weights,
+            advance=self.advance, drop=self.drop, advance_step=self.advance_step,
         )  # fmt: skip
         self.survey = Survey(parts)
         self.draw = Draw(parts)

@@ -17,7 +17,7 @@ from headpond.event_loop.offload import in_io_thread
 from headpond.ledger import queries, schema
 from headpond.ledger.sealed_files import files_of, unreleased_keys
 from headpond.ledger.states import UNGENERATED
-from headpond.orchestrator.duties.housekeeping import Reported, delete
+from headpond.orchestrator.duties.housekeeping import Reported, Troubles, delete
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.rows import GroupRecord
 from headpond.orchestrator.trainer import Trainer, last_released
@@ -34,16 +34,16 @@ SWEPT_STEPS = 16  # the newest ones; the file of an encoder that is later than t
 class Releaser:
     """Deletes blobs of dropped and fenced rollouts at once, blobs of a step when it is trained on."""
 
-    def __init__(self, config: RunConfig, ledger: Ledger, trainer: Trainer) -> None:
+    def __init__(self, config: RunConfig, ledger: Ledger, trainer: Trainer, troubles: Troubles | None = None) -> None:
         self._store = open_store(config.store_url)
         self._settings = config.trainer
         self._ledger = ledger
         self._trainer = trainer
         self._published_in = config.prime_rl_dir
         self._lock = asyncio.Lock()
-        self.releasing = Reported("delete the files of trained steps")
+        self.releasing = Reported("delete the files of trained steps", troubles=troubles)
+        (troubles or Troubles()).notes.add(self.notes)
 
-    @property
     def notes(self) -> list[str]:
         """What keeps many delivered steps in the store, although nothing waits for it."""
         held_steps = self._ledger.state.steps_delivered - 1 - self._trainer.last_released
@@ -139,7 +139,7 @@ class Sweeper:
     A few directories at a time: the loop looks up their open records, a thread the archive and the files.
     """
 
-    def __init__(self, config: RunConfig, run: str, ledger: Ledger) -> None:
+    def __init__(self, config: RunConfig, run: str, ledger: Ledger, troubles: Troubles | None = None) -> None:
         self._ledger_path = config.ledger_path
         self._store = open_store(config.store_url)
         self._format: Format = config.batch.format
@@ -148,7 +148,7 @@ class Sweeper:
         self._rollouts = ids.run_directory(run)
         self._ledger = ledger
         self._lock = asyncio.Lock()
-        self.sweeping = Reported("sweep the store")
+        self.sweeping = Reported("sweep the store", troubles=troubles)
 
     async def run_once(self) -> int:
         """The number of deleted files; 0 if they cannot be listed at present."""

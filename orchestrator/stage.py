@@ -11,11 +11,13 @@ from typing import Any, ClassVar, Generic, TypeVar
 from headpond import ids
 from headpond.config import RunConfig
 from headpond.ledger.states import RolloutState
+from headpond.orchestrator.duties.housekeeping import Troubles
 from headpond.orchestrator.endings.causes import Causes
 from headpond.orchestrator.exchange.gates import Gate, Gates
 from headpond.orchestrator.exchange.inputs import group_inputs
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.rows import BatchRecord, GroupRecord, JobRecord
+from headpond.orchestrator.serving.serving_weights import ServingWeights
 from headpond.records.wire import Result
 from headpond.tasks import inputs
 from headpond.tasks.inputs import Content
@@ -33,10 +35,7 @@ class Parts:
     ledger: Ledger
     gates: Gates
     causes: Causes
-    least_version: Callable[[], int]
-    """of the weights that may serve a rollout that is submitted now"""
-    abandoned_versions: Callable[[], tuple[int, ...]]
-    """of weights that may not"""
+    weights: ServingWeights
     advance: Callable[[GroupRecord], None]
     """begins the next stage of the group"""
     drop: Callable[[GroupRecord, str], None]
@@ -56,7 +55,7 @@ class RunStage(Generic[R]):
         self._ledger = parts.ledger
         self._causes = parts.causes
         self._parts = parts
-        self.gate = parts.gates.all[self.stage.gate] if self.stage.gate else Gate()
+        self.gate = parts.gates.all[self.stage.gate] if self.stage.gate else Gate(Troubles())
 
     @property
     def timeout_s(self) -> float:

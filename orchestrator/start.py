@@ -8,7 +8,6 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable, Sequence
-from typing import Any
 
 from headpond.config import RunConfig, named_rules
 from headpond.errors import BatchError, ConfigError, HeadpondError, RunLocked
@@ -17,17 +16,20 @@ from headpond.event_loop.factory import event_loop_factory
 from headpond.event_loop.lag_summaries import redis_publisher
 from headpond.ledger import schema
 from headpond.orchestrator import run_dir
+from headpond.orchestrator.components import PROCESS
+from headpond.orchestrator.duties.housekeeping import Troubles
 from headpond.orchestrator.exchange.redis_connection import Broker
 from headpond.orchestrator.ledger import rebuild
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.lock import RunLock, lock_directory
-from headpond.orchestrator.loop import PROCESS, Orchestrator
+from headpond.orchestrator.loop import Orchestrator
 from headpond.orchestrator.release import releasable
 from headpond.orchestrator.reporting import endpoint
 from headpond.orchestrator.reporting.reporter import StatusCallback, ignore_status
 from headpond.orchestrator.shutdown import StopRequests
 from headpond.orchestrator.trainer import trainer_state
 from headpond.orchestrator.workforce import attendance
+from headpond.records.status import Status
 
 logger = logging.getLogger("headpond.orchestrator")
 
@@ -37,7 +39,7 @@ IO_CONCURRENCY = 8  # plans, manifests and the status file: a handful of small f
 
 def run(
     config: RunConfig, *, on_status: StatusCallback = ignore_status, engine_check: Sequence[str] | None = None
-) -> dict[str, Any]:
+) -> Status:
     """Drive the run until it is done or stopped; returns its last status. `engine_check`: the command that examines the
     engine before the first rollout."""
     if not config.environments:
@@ -63,14 +65,15 @@ async def _run(
     *,
     batch_phase: bool,
     engine_check: Sequence[str] | None,
-) -> dict[str, Any]:
+) -> Status:
     # `kill -USR1 PID` prints the stacks of threads at once, and of tasks when the loop runs again.
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, _show_tasks)
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)
-    broker = Broker(config.redis_url)
+    troubles = Troubles()
+    broker = Broker(config.redis_url, troubles)
     await broker.connect(patience_s=config.recovery.redis_patience_s)
     rebuild.rebuild_if_lost(config, lambda: _releasable(config))
-    ledger = Ledger(config.ledger_path, keep_events_steps=config.trainer.keep_events_steps)
+    ledger = Ledger(config.ledger_path, keep_events_steps=config.trainer.keep_events_steps, troubles=troubles)
     try:
         ledger.state.epoch += 1
         lock = RunLock(config.run_dir.resolve(), broker, run=run, epoch=ledger.state.epoch)
@@ -87,11 +90,12 @@ async def _run(
                 lag=config.lag.watch(PROCESS, redis_publisher(broker.client)),
                 stop=stop,
                 on_status=on_status,
+                troubles=troubles,
                 http_url=endpoint.url(listener),
                 batch_phase=batch_phase,
                 engine_check=engine_check,
             )
-            async with endpoint.serving(listener, orchestrator.endpoint()):
+            async with endpoint.serving(listener, orchestrator):
                 await _drive(orchestrator)
             return orchestrator.reporter.status()
         finally:

@@ -3,7 +3,6 @@
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 from headpond.broker.queues import Queue
@@ -11,7 +10,7 @@ from headpond.config import RunConfig
 from headpond.event_loop.offload import in_io_thread
 from headpond.ledger.states import JobState
 from headpond.orchestrator.duties import crash_points
-from headpond.orchestrator.duties.housekeeping import Reported, delete
+from headpond.orchestrator.duties.housekeeping import Reported, Troubles, delete
 from headpond.orchestrator.duties.slices import in_slices
 from headpond.orchestrator.exchange import envelope
 from headpond.orchestrator.exchange.gates import Gate
@@ -19,6 +18,7 @@ from headpond.orchestrator.exchange.redis_connection import Broker
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.rows import JobRecord
 from headpond.orchestrator.pipeline import Pipeline
+from headpond.orchestrator.serving.engine_check import EngineCheck
 from headpond.orchestrator.workforce.attendance import Attendance
 from headpond.store import Store, open_store
 from headpond.tasks import inputs
@@ -41,17 +41,17 @@ class Submitter:
         broker: Broker,
         pipeline: Pipeline,
         attendance: Attendance,
-        *,
-        may_play: Callable[[], bool] = lambda: True,
+        engine_check: EngineCheck | None = None,
+        troubles: Troubles | None = None,
     ) -> None:
-        """`may_play`: whether the engine is known to be usable."""
-        self._may_play = may_play
+        """`engine_check`: while it is pending, no rollout is submitted."""
+        self._engine_check = engine_check or EngineCheck(config)
         self._attendance = attendance
         self._run = run
         self._ledger = ledger
         self._broker = broker
         self._pipeline = pipeline
-        self.inputs = InputFiles(config, run, ledger, pipeline)
+        self.inputs = InputFiles(config, run, ledger, pipeline, troubles)
 
     async def remove_leftovers(self) -> None:
         """Remove the queued messages of other runs, which no orchestrator waits for, and the files that none of this
@@ -81,7 +81,7 @@ class Submitter:
                     due[job.stage].append(job)
         stages = self._pipeline.stages.values()
         for stage in sorted(stages, key=lambda stage: (stage.stage.gate is not None, stage.stage.ends_itself)):
-            if not stage.stage.ends_itself or self._may_play():
+            if not stage.stage.ends_itself or not self._engine_check.pending:
                 await self._submit_due(stage.gate, due[stage.name])
 
     async def _submit_due(self, gate: Gate, jobs: list[JobRecord]) -> None:
@@ -130,12 +130,15 @@ class Submitter:
 class InputFiles:
     """The files that jobs read: written before submission. The pipeline releases those that no job reads again."""
 
-    def __init__(self, config: RunConfig, run: str, ledger: Ledger, pipeline: Pipeline) -> None:
+    def __init__(
+        self, config: RunConfig, run: str, ledger: Ledger, pipeline: Pipeline, troubles: Troubles | None = None
+    ) -> None:
         self._run = run
         self._ledger = ledger
         self._pipeline = pipeline
         self._store = open_store(config.store_url)
-        self.writing = Reported(f"write to the store {self._store}", "free space or repair it; nothing is lost")
+        then = "free space or repair it; nothing is lost"
+        self.writing = Reported(f"write to the store {self._store}", then, troubles=troubles)
 
     async def ensure(self, jobs: list[JobRecord]) -> bool:
         """Write the files that `jobs` read. False when the store cannot be written: the jobs wait."""
@@ -145,7 +148,7 @@ class InputFiles:
         contents = {key: await self._pipeline.stage_of(job).inputs(job) for key, job in readers.items()}
         with self.writing:
             await in_io_thread(_write, self._store, contents)
-        return self.writing.trouble is None
+        return self.writing.text is None
 
     async def remove_unneeded(self) -> None:
         """Remove the files that an earlier start has left and no job reads. Call before the first job is submitted."""

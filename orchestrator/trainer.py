@@ -13,7 +13,7 @@ from headpond.config.run import Trainer as TrainerSettings
 from headpond.engines.replicas.control import reload_advice
 from headpond.errors import BatchError, RunError
 from headpond.event_loop.offload import in_io_thread, to_its_end_in_io_thread
-from headpond.orchestrator.duties.housekeeping import Reported
+from headpond.orchestrator.duties.housekeeping import Reported, Troubles
 from headpond.orchestrator.ledger.ledger import Ledger
 
 AWAITED_S = 5.0  # a run waits less than this for its trainer at every step: not worth reporting
@@ -38,7 +38,17 @@ def last_released(settings: TrainerSettings, state: TrainerState) -> int:
 
 
 class Trainer:
-    def __init__(self, config: RunConfig, ledger: Ledger, *, accept: bool = True) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        ledger: Ledger,
+        *,
+        accept: bool = True,
+        holds_update: Callable[[], bool] | None = None,
+        troubles: Troubles | None = None,
+    ) -> None:
+        """`holds_update`: whether weights that the run loads must wait for evaluations of the present version."""
+        troubles = troubles or Troubles()
         self._run_dir = config.run_dir
         self._read = partial(trainer_state, config, accept=accept)
         self._settings = config.trainer
@@ -50,13 +60,15 @@ class Trainer:
         self._ahead = math.inf if config.trainer.max_steps_ahead == "unlimited" else config.trainer.max_steps_ahead
         self._ledger = ledger
         self.state = self._unread = TrainerState()
-        self.holds_update: Callable[[], bool] = lambda: False
-        """whether weights that the run loads must wait: evaluations of the present version are open"""
+        self._holds_update = holds_update if config.engine.weight_update == "headpond" else None
         self._written: RunStatus | None = None
         self._awaited_since: float | None = None
         """since when sealing waits for an acknowledgement"""
-        self._reading = Reported("read the trainer's progress", errors=(OSError, BatchError))
-        self._writing = Reported("write the status that a waiting trainer reads")
+        self._writing = Reported("write the status that a waiting trainer reads", troubles=troubles)
+        self._reading = Reported("read the trainer's progress", errors=(OSError, BatchError), troubles=troubles)
+        troubles.add(lambda: [self._awaited])
+        self._last_broadcast = troubles.entry()
+        """why a run that is done, complete or out of data, has not ended"""
 
     async def read(self) -> None:
         """Apply new acknowledgements and a new policy version, which is lower when a trainer resumes from an older
@@ -65,7 +77,11 @@ class Trainer:
             state = await in_io_thread(self._read)
             new = state.policy and state.policy.version != self._ledger.state.policy_version
             # A newer version is taken when nothing needs the present weights any more.
-            self._apply(replace(state, policy=self.state.policy) if new and self.holds_update() else state)
+            self._apply(
+                replace(state, policy=self.state.policy)
+                if new and self._holds_update and self._holds_update()
+                else state
+            )
 
     def _apply(self, state: TrainerState) -> None:
         if state.policy and not self._ledger.state.policy_published:
@@ -101,10 +117,6 @@ class Trainer:
         return self._ledger.state.policy_published or self.state.policy is not None
 
     @property
-    def troubles(self) -> list[str]:
-        return [cause for cause in (self._writing.trouble, self._reading.trouble, self._awaited) if cause]
-
-    @property
     def _awaited(self) -> str | None:
         """Reported after AWAITED_S: the trainer is slow, or was not started."""
         if self._awaited_since is None or time.monotonic() - self._awaited_since < AWAITED_S:
@@ -120,26 +132,22 @@ class Trainer:
             'trainer.max_steps_ahead ("unlimited" if the trainer does not acknowledge)'
         )
 
-    @property
     def last_broadcast_awaited(self) -> bool:
-        """Whether a complete run stays for its trainer, which waits until each of its broadcasts is accepted."""
+        """Whether a run that is done stays for its trainer, which waits until each of its broadcasts is accepted."""
         progress_s = self._progress_s if self._handshake and self._untrained_steps else None
-        return progress_s is not None and time.monotonic() - progress_s < self._settings.last_broadcast_s
-
-    @property
-    def _untrained_steps(self) -> int:
-        return self._ledger.state.steps_delivered - 1 - self.state.acked
-
-    @property
-    def last_broadcast(self) -> str | None:
-        """Why a run that is done, complete or out of data, has not ended."""
-        if not self.last_broadcast_awaited:
-            return None
-        return (
+        self._last_broadcast.text = None
+        if progress_s is None or time.monotonic() - progress_s >= self._settings.last_broadcast_s:
+            return False
+        self._last_broadcast.text = (
             f"every step is delivered, and prime-rl's trainer has {self._untrained_steps} to train: the run accepts "
             f"its broadcasts until the last one, at most {self._settings.last_broadcast_s:g} s after the one before "
             "(trainer.last_broadcast_s); Ctrl-C ends the run now"
         )
+        return True
+
+    @property
+    def _untrained_steps(self) -> int:
+        return self._ledger.state.steps_delivered - 1 - self.state.acked
 
     @property
     def last_released(self) -> int:

@@ -1,6 +1,5 @@
 """A complete Headpond on this machine: an embedded Redis and real processes, started with the commands of users."""
 
-import json
 import re
 import shutil
 import tempfile
@@ -8,14 +7,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import redis
 from celery import Celery
 
 from bench.harness.procfs import cpu_s
+from headpond.inspection.run_state import last_status
 from headpond.processes.child_process import ChildProcess
 from headpond.processes.embedded_redis import EmbeddedRedis
+from headpond.records.status import Status
 from headpond.tasks.celery_app import CONTENT_TYPE
 
 START_S = 60.0  # imports of a worker take 2 s, longer on a busy machine
@@ -32,10 +32,9 @@ class Run:
     process: ChildProcess
     directory: Path
 
-    def status(self) -> dict[str, Any]:
-        """The orchestrator's last status.json; empty before the first."""
-        path = self.directory / "status.json"
-        return json.loads(path.read_text()) if path.exists() else {}
+    def status(self) -> Status:
+        """Return the orchestrator's last status; `at` is None before the first."""
+        return last_status(self.directory)
 
 
 class Cluster:
@@ -120,7 +119,7 @@ class Cluster:
         directory = self.directory / f"run{self._started}"
         process = self.start("orchestrator", *program, run_dir=directory, **settings)
         run = Run(process=process, directory=directory)
-        process.wait_until(run.status, what="it begins to plan", timeout_s=START_S)
+        process.wait_until(lambda: run.status().at, what="it begins to plan", timeout_s=START_S)
         return run
 
     def stop(self) -> None:

@@ -40,8 +40,9 @@ def collect(settings: RunConfig, run: LocalRun, *, seconds: float) -> dict[str, 
     paths |= {"metrics": directory / curve.METRICS, "report": write_report([directory])}
     with schema.reading(run_json.ledger_path(directory)) as connection:
         routed_experts_bytes = queries.run_state(connection).experts_bytes
+    done = run.status is not None and run.status.phase == DONE
     return {
-        "ended": run.stopped_by or (DONE if run.status["phase"] == DONE else "the orchestrator was stopped"),
+        "ended": run.stopped_by or (DONE if done else "the orchestrator was stopped"),
         "seconds": round(seconds, 1),
         "steps": settings.steps,
         "delivered_steps": len(manifests),

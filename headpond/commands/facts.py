@@ -3,7 +3,10 @@
 import unicodedata
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from headpond.records.status import Status
 
 WORKERS_SHOWN = 8
 REPLICAS_SHOWN = 16
@@ -28,14 +31,14 @@ def _shown(char: str) -> str:
     return char if char.isprintable() or is_space else f"⟨U+{ord(char):04X}⟩"
 
 
-def progress(status: Mapping[str, Any]) -> Iterator[Fact]:
+def progress(status: "Status") -> Iterator[Fact]:
     """Progress in a status. Lines whose numbers are unknown are omitted."""
-    if status["steps"]:
-        yield Fact("steps", f"{status['step']:,} of {status['steps']:,} delivered")
-    if not (rollouts := status["rollouts"]):
+    if status.steps:
+        yield Fact("steps", f"{status.step:,} of {status.steps:,} delivered")
+    if not (rollouts := status.rollouts):
         return
     yield Fact("rollouts", equation(rollouts) + (f"; {rollouts['fenced']:,} fenced" if rollouts["fenced"] else ""))
-    if refused := status.get("replies_refused"):
+    if refused := status.replies_refused:
         yield Fact(
             "replies refused",
             f"{refused:,} named files of other jobs: forged, or of another version (see the log)",
@@ -43,18 +46,18 @@ def progress(status: Mapping[str, Any]) -> Iterator[Fact]:
         )
     if rollouts["in_flight"]:
         settled = {"filtered", "delivered", "trained", "dead"}
-        yield Fact("in flight", listed({name: n for name, n in status["states"].items() if name not in settled}))
+        yield Fact("in flight", listed({name: n for name, n in status.states.items() if name not in settled}))
     if rollouts["filtered"]:
         yield Fact("filtered", listed(rollouts["filtered"]))
-    if status["rollouts_per_s"]:
-        tokens = f", {status['tokens_per_s']:,.0f} tokens/s" if status.get("tokens_per_s") else ""
-        yield Fact("speed", f"{status['rollouts_per_s']:,.1f} rollouts/s{tokens}")
+    if status.rollouts_per_s:
+        tokens = f", {status.tokens_per_s:,.0f} tokens/s" if status.tokens_per_s else ""
+        yield Fact("speed", f"{status.rollouts_per_s:,.1f} rollouts/s{tokens}")
     yield from evaluations(status)
 
 
-def evaluations(status: Mapping[str, Any]) -> Iterator[Fact]:
+def evaluations(status: "Status") -> Iterator[Fact]:
     """The last result of each evaluation, and what is running."""
-    for name, each in (status.get("evaluations") or {}).get("names", {}).items():
+    for name, each in status.evaluations.get("names", {}).items():
         texts: list[str] = []
         if last := each["last"]:
             reward = f"reward {last['reward_mean']:.4g}" if "reward_mean" in last else "no reward"

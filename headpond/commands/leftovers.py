@@ -70,7 +70,7 @@ def collect(directory: Path, *, dry_run: bool) -> dict[str, Any]:
                 kind["files"] += len(files)
                 kind["bytes"] += sum(files.values())
                 kind["example"] = kind["example"] or next(iter(files), None)
-            troubles += filter(None, [deleting.trouble])
+            troubles += filter(None, [deleting.text])
     total = {unit: sum(kind[unit] for kind in kinds.values()) for unit in ("files", "bytes")}
     return {"run": run, "store": str(store), "dry_run": dry_run, "kinds": kinds, **total, "troubles": troubles}
 

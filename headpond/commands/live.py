@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from logging.handlers import QueueHandler, QueueListener
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -22,6 +22,7 @@ from rich.text import Text
 from headpond.commands import facts
 from headpond.commands.facts import Fact, printable
 from headpond.commands.output import LOG_FORMAT, table
+from headpond.records.status import Status
 
 REFRESH_PER_S = 2
 MAX_RECORDS = 1_000  # queued while the terminal is stopped; later records are dropped
@@ -36,7 +37,7 @@ class LiveView:
         """`more_facts` are shown below the status, and before the first; called by the thread that draws."""
         self._more_facts = more_facts
         self._console = console or Console(highlight=False)
-        self._status: dict[str, Any] | None = None
+        self._status: Status | None = None
         self._live = Live(
             get_renderable=self.draw, console=self._console, refresh_per_second=REFRESH_PER_S, transient=True
         )
@@ -44,7 +45,7 @@ class LiveView:
         self._queue_handler = BoundedQueueHandler(records)
         self._printer = QueueListener(records, self._log_handler())
 
-    def update(self, status: dict[str, Any]) -> None:
+    def update(self, status: Status) -> None:
         self._status = status
 
     def __enter__(self) -> Self:
@@ -101,22 +102,22 @@ class ConsoleHandler(logging.Handler):
         self._console.print(Text(printable(self.format(record)), style=style))
 
 
-def view(status: dict[str, Any], more_facts: Iterable[Fact] = ()) -> RenderableType:
+def view(status: Status, more_facts: Iterable[Fact] = ()) -> RenderableType:
     grid = table([*_facts(status), *more_facts])
-    grid.add_row("", ProgressBar(total=status["steps"], completed=status["step"], width=40))
+    grid.add_row("", ProgressBar(total=status.steps, completed=status.step, width=40))
     parts: list[RenderableType] = [grid]
-    if status["waiting_for"]:
-        causes = Text("\n").join(Text(printable(cause)) for cause in status["waiting_for"])
+    if status.waiting_for:
+        causes = Text("\n").join(Text(printable(cause)) for cause in status.waiting_for)
         parts.append(Panel(causes, title="waiting for", title_align="left", border_style="bold yellow"))
     return Padding(Group(*parts), (1, 0, 0, 0))
 
 
-def _facts(status: dict[str, Any]) -> Iterator[Fact]:
-    phase = "" if status["phase"] == "running" else f", {status['phase']}"
-    yield Fact("run", f"{status['run']}, {facts.duration(status['running_s'])}{phase}", alarm=bool(phase))
+def _facts(status: Status) -> Iterator[Fact]:
+    phase = "" if status.phase == "running" else f", {status.phase}"
+    yield Fact("run", f"{status.run}, {facts.duration(status.running_s)}{phase}", alarm=bool(phase))
     yield from facts.progress(status)
-    yield Fact("queues", facts.listed(status["queued"]))
-    yield facts.workers(status["running_by_worker"])
-    yield Fact("loop lag", f"{facts.loop_lag(status['event_loop_lag'])} (orchestrator)")
-    if others := status.get("other_loops"):
+    yield Fact("queues", facts.listed(status.queued))
+    yield facts.workers(status.running_by_worker)
+    yield Fact("loop lag", f"{facts.loop_lag(status.event_loop_lag)} (orchestrator)")
+    if others := status.other_loops:
         yield Fact("", facts.largest_lag(others))

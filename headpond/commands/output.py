@@ -13,10 +13,12 @@ from headpond.commands.facts import Fact, printable
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from headpond.records.status import Status
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 CONFIG_HELP = "Default: the file in HEADPOND_CONFIG, or default settings."
 # Gets each status of a run.
-StatusCallback = Callable[[dict[str, Any]], None]
+StatusCallback = Callable[["Status"], None]
 
 LABEL_WIDTH = 10
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"

@@ -16,6 +16,7 @@ from headpond.commands.status import losses
 
 if TYPE_CHECKING:
     from headpond.config import RunConfig
+    from headpond.records.status import Status
 
 
 def run(
@@ -57,7 +58,7 @@ def run(
         result = audit_at_end(settings.run_dir, progress)
     batches = open_store(settings.store_url).location("batches")
     lines = summary(status, result, batches, reward=curve.first_and_last(settings.run_dir))
-    print_end({**status, "audit": result}, lines, balanced=result["balanced"], as_json=as_json)
+    print_end({**status.model_dump(), "audit": result}, lines, balanced=result["balanced"], as_json=as_json)
 
 
 def _check_engine(config: Path | None, settings: "RunConfig") -> list[str] | None:
@@ -85,20 +86,20 @@ def _check_engine(config: Path | None, settings: "RunConfig") -> list[str] | Non
     return command if again else None
 
 
-def summary(status: dict[str, Any], result: dict[str, Any], batches: str, *, reward: str | None) -> Iterator[Fact]:
+def summary(status: "Status", result: dict[str, Any], batches: str, *, reward: str | None) -> Iterator[Fact]:
     """The end of a run. The command that resumes it is the one that was typed. `reward`: how it went."""
-    done = status["phase"] == "done"
+    done = status.phase == "done"
     ended = "done" if done else "stopped before its last step"
-    yield Fact("run", f"{status['run']}: {ended} after {facts.duration(status['running_s'])}")
-    yield Fact("steps", f"{status['step']:,} of {status['steps']:,} delivered")
+    yield Fact("run", f"{status.run}: {ended} after {facts.duration(status.running_s)}")
+    yield Fact("steps", f"{status.step:,} of {status.steps:,} delivered")
     if reward:
         yield Fact("reward", reward)
     yield from facts.evaluations(status)
-    for note in status["notes"]:
+    for note in status.notes:
         yield Fact("note", note)
     if result["dead"]:
-        yield from losses({**status, "deaths": result["dead_jobs"]})
-    if status["step"]:
+        yield from losses(status.losses, result["dead_jobs"])
+    if status.step:
         yield Fact("batches", batches)
     yield from not_read(result)
     yield verdict(result)

@@ -13,6 +13,7 @@ from headpond.commands.output import CONFIG_HELP, Json, print_end, showing_run
 if TYPE_CHECKING:
     from headpond.commands.launcher.local_run import LocalRun
     from headpond.config import RunConfig
+    from headpond.records.status import Status
 
 
 def up(
@@ -51,10 +52,10 @@ def up(
     with showing_run(as_json=as_json, more_facts=lambda: run.facts) as on_status:
         run.run(on_status)
     if run.status:
-        _print_end(settings, run, as_json=as_json)
+        _print_end(settings, run, run.status, as_json=as_json)
 
 
-def _print_end(settings: "RunConfig", run: "LocalRun", *, as_json: bool) -> None:
+def _print_end(settings: "RunConfig", run: "LocalRun", status: "Status", *, as_json: bool) -> None:
     from headpond.commands import curve
     from headpond.commands.audit import checksum_progress
     from headpond.commands.run import summary
@@ -67,7 +68,7 @@ def _print_end(settings: "RunConfig", run: "LocalRun", *, as_json: bool) -> None
         result: dict[str, Any] = audit_at_end(settings.run_dir, progress)
     result |= {"files_from": 0}  # those were read by the orchestrator's own audit, a moment ago
     report = write_report([settings.run_dir])
-    content = {**run.status, "audit": result, "restarts": run.restarts, "report": str(report)}
+    content = {**status.model_dump(), "audit": result, "restarts": run.restarts, "report": str(report)}
     batches = open_store(settings.store_url).location("batches")
-    lines = summary(run.status, result, batches, reward=curve.first_and_last(settings.run_dir))
+    lines = summary(status, result, batches, reward=curve.first_and_last(settings.run_dir))
     print_end(content, [*lines, Fact("report", str(report))], balanced=result["balanced"], as_json=as_json)

@@ -48,7 +48,7 @@ def _facts(result: Mapping[str, Any]) -> Iterator[Fact]:
         yield from _group(group)
     for job in result["next_step"].get("jobs", []):
         yield Fact("job", _job(job))
-    yield from losses(result)
+    yield from losses(result["losses"], result["deaths"])
     for node, said in result["workers"].items():
         why_not = f", takes no jobs: {said['refused']}" if said["refused"] else ""
         gone = f"last seen {facts.duration(said['last_seen_s'])} ago" if said["last_seen_s"] is not None else ""

@@ -86,7 +86,7 @@ class Redaction:
 def _files(directory: Path, redis_url: str | None, texts: bool, problems: list[str]) -> Iterator[tuple[str, str]]:
     yield "versions.json", _json(versions())
     for name, read in {
-        "status.json": lambda: status(directory, redis_url),
+        "status.json": lambda: status(directory, redis_url).model_dump(),
         "why.json": lambda: why(directory, redis_url),
         "dead.json": lambda: dead(directory),
         "ledger.json": lambda: _ledger(directory),

@@ -32,7 +32,7 @@ def dead(directory: Path) -> dict[str, Any]:
         number = queries.progress(connection)["rollouts"]["dead"]
     return {
         "run": run_json.read(directory)["run"],
-        "done": last_status(directory).get("phase") == "done",
+        "done": last_status(directory).phase == "done",
         "dead": number,
         "causes": causes,
         "rollouts": rollouts,

@@ -20,20 +20,31 @@ from headpond.ids import LeaseId, LeaseValue
 from headpond.inspection import run_json
 from headpond.inspection.run_state import State, last_status, owns_redis, state_of, status_age_s, why_idle
 from headpond.ledger import queries, schema
+from headpond.records.status import Status
 
 REDIS_TIMEOUT_S = 2.0
 FULL_BYTES = 1 << 20
-FROM_LAST_STATUS = ("phase", "stopped_by", "process", "running_s", "step", "steps", "rollouts", "states",
-                    "rollouts_per_s", "tokens_per_s", "http", "notes", "excluded_workers", "silent_workers",
-                    "evaluations", "losses", "next_step", "replicas")  # fmt: skip
 
 
-NOTHING_IN_REDIS: dict[str, Any] = {
-    "queued": None, "workers": {}, "asked": {}, "present_workers": {}, "event_loop_lag": {}
-}  # fmt: skip
+class Seen(Status):
+    """A status as it is seen from outside. `queued` is from Redis, the counts are from the ledger if it can be read."""
+
+    run_dir: str
+    state: State
+    status_age_s: float | None
+    changed_settings: list[dict[str, Any]] = []
+    deaths: list[dict[str, Any]] = []
+    workers: dict[str, list[str]] = {}
+    """worker -> the jobs it runs"""
+    asked: dict[str, str] = {}
+    """job -> the replica that one of its requests waits for"""
+    present_workers: dict[str, dict[str, Any]] = {}
+    """node -> its `Presence`"""
+    redis: dict[str, str | None]
+    ledger: dict[str, str | None]
 
 
-def status(directory: Path, redis_url: str | None = None) -> dict[str, Any]:
+def status(directory: Path, redis_url: str | None = None) -> Seen:
     """`redis_url` overrides the address in run.json, which has no password."""
     identity = run_json.read(directory)
     url: str = redis_url or identity["redis"]
@@ -41,26 +52,29 @@ def status(directory: Path, redis_url: str | None = None) -> dict[str, Any]:
     last = last_status(directory)
     state = state_of(directory, last, held_elsewhere=held)
     counts, ledger_error = _read_ledger(directory / identity["ledger"])
-    result = {
+    lags, waits_for = in_redis.pop("event_loop_lag", {}), last.waiting_for
+    if state is State.RUNNING:
+        lags |= {"orchestrator": last.event_loop_lag}
+    else:
+        redis_ended = state is State.DONE or (state is State.STOPPED and owns_redis(directory))
+        unreachable = [redis_error] if redis_error and not redis_ended else []
+        waits_for = [*why_idle(directory, state, last), *unreachable, *full_disks(directory, identity)]
+        counts |= {"rollouts_per_s": 0.0, "tokens_per_s": 0.0, "http": None}
+    shown = {
         "run": identity["run"],
         "run_dir": str(directory.resolve()),
         "state": state,
         "status_age_s": status_age_s(last),
         "changed_settings": identity.get("changed", []),
-        **{key: last.get(key) for key in FROM_LAST_STATUS},
+        "queued": {},
         **counts,
         **in_redis,
+        "event_loop_lag": lags,
+        "waiting_for": waits_for,
         "redis": {"address": address(url), "error": redis_error},
         "ledger": {"path": str(directory / identity["ledger"]), "error": ledger_error},
     }
-    if state is State.RUNNING:
-        lags = in_redis["event_loop_lag"] | {"orchestrator": last["event_loop_lag"]}
-        return result | {"event_loop_lag": lags, "waiting_for": last["waiting_for"]}
-    idle = {"rollouts_per_s": 0.0, "tokens_per_s": 0.0, "http": None}
-    redis_ended = state is State.DONE or (state is State.STOPPED and owns_redis(directory))
-    unreachable = [redis_error] if redis_error and not redis_ended else []
-    troubles = [*why_idle(directory, state, last), *unreachable, *full_disks(directory, identity)]
-    return result | idle | {"waiting_for": troubles}
+    return Seen.model_validate(vars(last) | shown)
 
 
 def _read_ledger(path: Path) -> tuple[dict[str, Any], str | None]:
@@ -73,18 +87,14 @@ def _read_ledger(path: Path) -> tuple[dict[str, Any], str | None]:
 
 
 def _read_redis(url: str, run: str) -> tuple[dict[str, Any], bool, str | None]:
-    """What Redis holds of the run, whether an orchestrator of it holds the lock, and why Redis cannot be read.
-
-    `queued`: messages by queue. `workers`: worker -> the jobs it runs. `asked`: job -> the replica that one of its
-    requests waits for. `present_workers`: node -> its `Presence`. `event_loop_lag`: process -> its last summary.
-    """
+    """Return what Redis holds of the run, whether its orchestrator holds the lock, and why Redis cannot be read."""
     with open_redis(url) as client:
         try:
             lock: Any = client.get(redis_keys.LOCK)
             holder: dict[str, Any] = orjson.loads(lock) if lock else {}
             if holder.get("run", run) != run:
                 other = f"Redis at {address(url)} serves another run: the one in {holder['run_dir']}"
-                return NOTHING_IN_REDIS, False, other
+                return {}, False, other
             leases: Any = client.hgetall(redis_keys.LEASES)
             found = {
                 "queued": {queue.value: client.llen(queue) for queue in Queue},
@@ -94,7 +104,7 @@ def _read_redis(url: str, run: str) -> tuple[dict[str, Any], bool, str | None]:
             }
             return found, bool(holder), None
         except (redis.RedisError, OSError) as error:
-            return NOTHING_IN_REDIS, False, explain(url, error)
+            return {}, False, explain(url, error)
 
 
 def open_redis(url: str) -> redis.Redis:

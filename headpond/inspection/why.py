@@ -22,45 +22,36 @@ from headpond.event_loop.loop_lag import blocked_cause
 from headpond.ids import LeaseId, LeaseValue, RolloutId
 from headpond.inspection import run_json, up_file
 from headpond.inspection.run_state import State, owns_redis
-from headpond.inspection.status import full_disks, open_redis, status
+from headpond.inspection.status import Seen, full_disks, open_redis, status
 from headpond.ledger import histories, queries, schema
 
 LATE_S = 4.0  # a status comes every second
 ANSWER_S = 1.0  # for an engine; one that is busy still accepts the connection
 ENGINES_ASKED = 8
 EVENTS_SHOWN = 8
+SHOWN = {"run", "run_dir", "state", "status_age_s", "step", "steps", "losses", "deaths", "queued", "replicas"}
 FORMS = "name a rollout, such as g0000012-3, or the number of a step"
 
 
 def why(directory: Path, redis_url: str | None = None) -> dict[str, Any]:
     """`redis_url` overrides the address in run.json, which has no password."""
     seen = status(directory, redis_url)
-    next_step: dict[str, Any] = seen["next_step"] or {}
+    next_step = seen.next_step
     for job in (job for group in next_step.get("groups", []) for job in group["jobs"]):
-        job["replica"] = seen["asked"].get(job["job"])
+        job["replica"] = seen.asked.get(job["job"])
     parts, reported = _of_the_parts(directory, seen), _reported(seen)
     causes = [*of_the_end(seen), *parts, *reported]
-    if seen["state"] is State.STOPPED:
+    if seen.state is State.STOPPED:
         causes, next_step = [*reported, *parts], of_a_stopped_run(next_step)
-    if seen["state"] is State.RUNNING:
+    if seen.state is State.RUNNING:
         causes += of_the_step(seen, next_step) if not causes else []
-    return {
-        "run": seen["run"],
-        "run_dir": seen["run_dir"],
-        "state": seen["state"],
-        "status_age_s": seen["status_age_s"],
-        "step": seen["step"],
-        "steps": seen["steps"],
+    return seen.model_dump(include=SHOWN) | {
         "causes": list(dict.fromkeys(causes)),
-        "trainer": None if seen["state"] is State.DONE else trainer_seen(directory),
+        "trainer": None if seen.state is State.DONE else trainer_seen(directory),
         "next_step": next_step,
         "events": _events(directory, seen, next_step),
-        "losses": seen["losses"],
-        "deaths": seen.get("deaths", []),
-        "queued": seen["queued"],
         "workers": workers_seen(seen),
-        "replicas": seen["replicas"] or {},
-        "notes": [*(seen["notes"] or []), *_restarts(seen)],
+        "notes": [*seen.notes, *_restarts(seen)],
     }
 
 
@@ -77,12 +68,12 @@ def _stopped(job: dict[str, Any]) -> dict[str, Any]:
     return job | {"running_s": None, "next": "it runs when the run is resumed"}
 
 
-def of_the_end(seen: dict[str, Any]) -> list[str]:
-    if seen["state"] is not State.DONE:
+def of_the_end(seen: Seen) -> list[str]:
+    if seen.state is not State.DONE:
         return []
-    complete = bool(seen["steps"]) and seen["step"] >= seen["steps"]
-    done = [f"the run is done: {seen['step']} of {seen['steps']} steps are delivered"]
-    return done if complete else seen["notes"] or done  # else the notes say why it ended before its last step
+    complete = bool(seen.steps) and seen.step >= seen.steps
+    done = [f"the run is done: {seen.step} of {seen.steps} steps are delivered"]
+    return done if complete else seen.notes or done  # else the notes say why it ended before its last step
 
 
 def trainer_seen(directory: Path) -> dict[str, Any] | None:
@@ -99,32 +90,32 @@ def trainer_seen(directory: Path) -> dict[str, Any] | None:
     return {"acked": state.acked, "version": version, "last_signal_s": round(max(0.0, time.time() - at), 1)}
 
 
-def _reported(seen: dict[str, Any]) -> list[str]:
+def _reported(seen: Seen) -> list[str]:
     """By the run itself, or about its silence."""
-    late = seen["state"] is State.RUNNING and seen["status_age_s"] > LATE_S
-    silent = f"the orchestrator has written no status for {seen['status_age_s'] or 0:.0f} s: it is paused, or it hangs"
-    return [*([silent] if late else []), *seen["waiting_for"]]
+    age_s = seen.status_age_s or 0.0
+    late = seen.state is State.RUNNING and age_s > LATE_S
+    silent = f"the orchestrator has written no status for {age_s:.0f} s: it is paused, or it hangs"
+    return [*([silent] if late else []), *seen.waiting_for]
 
 
-def _of_the_parts(directory: Path, seen: dict[str, Any]) -> list[str]:
+def _of_the_parts(directory: Path, seen: Seen) -> list[str]:
     """What can be seen from here at once, before the run has noticed."""
-    if seen["state"] is State.DONE:
+    if seen.state is State.DONE:
         return []
-    ends_with_the_run = seen["state"] is State.STOPPED and owns_redis(directory)
-    redis_error = [seen["redis"]["error"]] if seen["redis"]["error"] and not ends_with_the_run else []
-    workers = [] if redis_error or seen["state"] is State.STOPPED else _missing_workers(seen)
+    ends_with_the_run = seen.state is State.STOPPED and owns_redis(directory)
+    redis_error = [seen.redis["error"]] if seen.redis["error"] and not ends_with_the_run else []
+    workers = [] if redis_error or seen.state is State.STOPPED else _missing_workers(seen)
     disks = full_disks(directory, run_json.read(directory))
     ended = [each.sentence for each in up_file.read(directory)]
     return [*redis_error, *disks, *ended, *([] if ends_with_the_run else _dead_engines(seen)), *workers]
 
 
-def _missing_workers(seen: dict[str, Any]) -> list[str]:
+def _missing_workers(seen: Seen) -> list[str]:
     """Those that are there and do not work because their event loop is blocked; then the kinds of which none is."""
-    kinds = {said.get("kind") for said in seen["present_workers"].values()}
-    reported: dict[str, str] = seen["excluded_workers"] or {}  # the same words, maybe of a second ago
+    kinds = {said.get("kind") for said in seen.present_workers.values()}
     blocked = [
-        reported.get(node) or blocked_cause(node, said["blocked_s"], said.get("blocked_at"))
-        for node, said in seen["present_workers"].items()
+        seen.excluded_workers.get(node) or blocked_cause(node, said["blocked_s"], said.get("blocked_at"))
+        for node, said in seen.present_workers.items()
         if said.get("blocked_s") is not None
     ]
     return blocked + [
@@ -134,10 +125,10 @@ def _missing_workers(seen: dict[str, Any]) -> list[str]:
     ]
 
 
-def _dead_engines(seen: dict[str, Any]) -> list[str]:
+def _dead_engines(seen: Seen) -> list[str]:
     """Asked from the orchestrator's host only: the URLs are those that it uses."""
-    here = seen["process"] and seen["process"]["host"] == socket.gethostname()
-    urls = list(seen["replicas"] or {})[:ENGINES_ASKED] if here else []
+    here = seen.process and seen.process.host == socket.gethostname()
+    urls = list(seen.replicas)[:ENGINES_ASKED] if here else []
     with ThreadPoolExecutor(max_workers=ENGINES_ASKED) as threads:
         silent = [(url, why_not) for url, why_not in zip(urls, threads.map(why_silent, urls), strict=True) if why_not]
     return [
@@ -158,11 +149,11 @@ def why_silent(url: str, *, timeout_s: float = ANSWER_S) -> str | None:
         return getattr(reason, "strerror", None) or str(reason) or "timed out"
 
 
-def of_the_step(seen: dict[str, Any], next_step: dict[str, Any]) -> list[str]:
+def of_the_step(seen: Seen, next_step: dict[str, Any]) -> list[str]:
     """Nothing is wrong: what is slow."""
-    step = next_step.get("step", seen["step"])
-    if seen["steps"] and step >= seen["steps"]:
-        return [f"all {seen['steps']:,} steps are delivered: the run ends when what is still running has ended"]
+    step = next_step.get("step", seen.step)
+    if seen.steps and step >= seen.steps:
+        return [f"all {seen.steps:,} steps are delivered: the run ends when what is still running has ended"]
     match next_step.get("waits_for"):
         case "trainer":
             return [f"step {step} waits for the trainer, which has not acknowledged an earlier one: is it running?"]
@@ -190,9 +181,9 @@ def _slow_group(step: int, group: dict[str, Any]) -> str:
     return f"step {step} waits for {named}: {said}; {running['job']} is {running['state']}{since}{where}{asked}"
 
 
-def _events(directory: Path, seen: dict[str, Any], next_step: dict[str, Any]) -> list[dict[str, Any]]:
+def _events(directory: Path, seen: Seen, next_step: dict[str, Any]) -> list[dict[str, Any]]:
     """The last ones of what the next step waits for."""
-    subjects = [f"step {next_step.get('step', seen['step'])}"]
+    subjects = [f"step {next_step.get('step', seen.step)}"]
     for group in next_step.get("groups", []):
         subjects += [group["group"], *(job["job"] for job in group["jobs"])]
     try:
@@ -202,21 +193,21 @@ def _events(directory: Path, seen: dict[str, Any], next_step: dict[str, Any]) ->
         return []
 
 
-def workers_seen(seen: dict[str, Any]) -> dict[str, Any]:
+def workers_seen(seen: Seen) -> dict[str, Any]:
     """What each worker says of itself; `last_seen_s` for one that has gone silent: killed, and listed until its lease
     ends. Only a running orchestrator listens."""
-    silent = (seen["silent_workers"] or {}) if seen["state"] is State.RUNNING else {}
+    silent = seen.silent_workers if seen.state is State.RUNNING else {}
     workers: dict[str, Any] = {}
-    for node, said in seen["present_workers"].items():
-        last_seen_s = silent[node] + seen["status_age_s"] if node in silent else None
+    for node, said in seen.present_workers.items():
+        last_seen_s = silent[node] + (seen.status_age_s or 0.0) if node in silent else None
         words = {key: said.get(key) for key in ("kind", "pid", "running", "refused")}
         workers[node] = words | {"last_seen_s": last_seen_s}
     return workers
 
 
-def _restarts(seen: dict[str, Any]) -> list[str]:
+def _restarts(seen: Seen) -> list[str]:
     """Settings that the last resume has changed and that other processes read at their start."""
-    changed = seen["changed_settings"]
+    changed = seen.changed_settings
     return [
         f"{each['setting']} was {each['was']!r} and is {each['now']!r}: restart {' and '.join(each['restart'])}"
         for each in changed

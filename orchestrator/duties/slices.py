@@ -1,7 +1,7 @@
-"""Splits long work on the event loop into short slices, between which other tasks run."""
+"""Work on the event loop: long work in short slices, between which other tasks run; work that is repeated."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -13,3 +13,10 @@ async def in_slices(items: Sequence[T], at_once: int = AT_ONCE) -> AsyncIterator
     for first in range(0, len(items), at_once):
         await asyncio.sleep(0)
         yield items[first : first + at_once]
+
+
+async def repeat(work: Callable[[], Awaitable[object]], every_s: float) -> None:
+    """Do `work`, pause, and so on until cancelled."""
+    while True:
+        await work()
+        await asyncio.sleep(every_s)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from headpond.errors import RunError, sentence
 from headpond.filters import FilterSettings, Mode
+from headpond.orchestrator.duties.housekeeping import Troubles
 
 SAME_ERROR_MOST = 32
 """Rollouts that may die of one error before the first success: more of them would die of it too."""
@@ -74,7 +75,10 @@ class DroppedRewards:
 
 
 class Causes:
-    def __init__(self) -> None:
+    def __init__(self, troubles: Troubles | None = None) -> None:
+        troubles = troubles or Troubles()
+        troubles.add(lambda: [self.trouble])
+        troubles.notes.add(lambda: [self.untrained, *self.notes])
         self._deaths = Counter[str]()
         self._texts: dict[str, str] = {}
         """kind of error -> the last text of it"""
@@ -85,8 +89,11 @@ class Causes:
         """of the last admitted groups: whether their rewards are equal and their advantages 0"""
         self._endings = deque[tuple[Ending, str, int]]()
         self._recent = Counter[tuple[Ending, str]]()
-        self.catching_up = False
-        """the replies that are applied were sent before this start: their cause may have been repaired since"""
+        self._catching_up = False
+
+    def catch_up(self, earlier: bool) -> None:
+        """Count no death while `earlier` replies are applied: their cause may have been repaired since this start."""
+        self._catching_up = earlier
 
     def generated(self) -> None:
         self._succeeded = True
@@ -112,7 +119,7 @@ class Causes:
 
     def died(self, error: str, rollouts: int = 1) -> None:
         """Raises RunError when the first rollouts of this start all die of one error."""
-        if self.catching_up:
+        if self._catching_up:
             return
         kind = VARYING.sub("N", error)
         if kind not in self._texts and len(self._texts) >= KINDS_MOST:

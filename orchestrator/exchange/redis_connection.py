@@ -16,6 +16,7 @@ from redis.exceptions import AuthenticationError, RedisError, ResponseError
 
 from headpond.config.redis_address import address, explain, reason
 from headpond.errors import ConfigError
+from headpond.orchestrator.duties.housekeeping import Troubles
 
 logger = logging.getLogger("headpond.broker")
 
@@ -26,14 +27,13 @@ LOG_EVERY_S = 10.0  # during an outage
 
 
 class Broker:
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, troubles: Troubles | None = None) -> None:
         self._url = url
         # No retries in the client: they hide outages, and repeat a refused password for seconds.
         self.client = redis.asyncio.Redis.from_url(
             url, socket_timeout=None, socket_connect_timeout=5, retry=Retry(NoBackoff(), retries=0)
         )
-        self.trouble: str | None = None
-        """why Redis is unavailable at present"""
+        self.trouble = (troubles or Troubles()).entry()
         self.outages = 0
         self._down_since = self._logged_at = 0.0
 
@@ -50,9 +50,9 @@ class Broker:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, RETRY_MOST_S)
             else:
-                if self.trouble is not None:
+                if self.trouble.text is not None:
                     logger.info("action=redis_back at=%s", address(self._url))
-                self.trouble = None
+                self.trouble.text = None
                 return result
 
     async def connect(self, *, patience_s: float) -> None:
@@ -77,12 +77,12 @@ class Broker:
     def _down(self, error: Exception) -> None:
         """Called for every failed command; logs when an outage begins, then every LOG_EVERY_S."""
         now = time.monotonic()
-        if self.trouble is None:
+        if self.trouble.text is None:
             self.outages += 1
             self._down_since, self._logged_at = now, -LOG_EVERY_S
-        self.trouble = (
+        self.trouble.text = (
             f"Redis at {address(self._url)} does not answer ({reason(error)}); the run waits and nothing is lost"
         )
         if now - self._logged_at >= LOG_EVERY_S:
             self._logged_at = now
-            logger.warning("action=redis_away for_s=%.0f %s", now - self._down_since, self.trouble)
+            logger.warning("action=redis_away for_s=%.0f %s", now - self._down_since, self.trouble.text)

@@ -30,6 +30,7 @@ from headpond.ledger.states import (
     RolloutState,
     check,
 )
+from headpond.orchestrator.duties.housekeeping import Troubles
 from headpond.orchestrator.ledger import restore
 from headpond.orchestrator.ledger.counts import Counts
 from headpond.orchestrator.ledger.restore import Records
@@ -48,9 +49,11 @@ from headpond.tasks.stage import Subject
 
 
 class Ledger(Records):
-    def __init__(self, path: Path, *, keep_events_steps: int = KEEP_EVENTS_STEPS) -> None:
+    def __init__(
+        self, path: Path, *, keep_events_steps: int = KEEP_EVENTS_STEPS, troubles: Troubles | None = None
+    ) -> None:
         super().__init__(**vars(restore.read(path)))
-        self._writer = Writer(path, keep_events_steps=keep_events_steps)
+        self._writer = Writer(path, keep_events_steps=keep_events_steps, troubles=troubles)
         self._groups_in = defaultdict[str, dict[str, GroupRecord]](dict)
         self.unfinished = Counter[str]()
         """environment -> groups that a stage works on"""
@@ -377,11 +380,6 @@ class Ledger(Records):
             yield job
 
     # committing
-
-    @property
-    def trouble(self) -> str | None:
-        """Why commits fail at present."""
-        return self._writer.trouble
 
     def _touch(self, table: str, record: RolloutRecord | GroupRecord | JobRecord | BatchRecord) -> None:
         self._changed[id(record)] = (table, record)

@@ -20,6 +20,7 @@ from pathlib import Path
 from headpond.errors import LedgerError
 from headpond.ledger.archive import archive, has_closing, prune
 from headpond.ledger.schema import STATEMENTS, open_for_writing
+from headpond.orchestrator.duties.housekeeping import Troubles
 from headpond.orchestrator.ledger.rows import Row
 
 logger = logging.getLogger("headpond.ledger")
@@ -39,10 +40,12 @@ ARCHIVED_AT_CLOSE = 256  # commits: the next start archives the rest
 
 
 class Writer:
-    def __init__(self, path: Path, *, keep_events_steps: int = KEEP_EVENTS_STEPS) -> None:
+    def __init__(
+        self, path: Path, *, keep_events_steps: int = KEEP_EVENTS_STEPS, troubles: Troubles | None = None
+    ) -> None:
         self.path = path
         self._keep_events_steps = keep_events_steps
-        self.trouble: str | None = None
+        self.trouble = (troubles or Troubles()).entry()
         """why commits fail at present"""
         self.commits = 0
         self._connection = open_for_writing(path)
@@ -84,7 +87,7 @@ class Writer:
             ):
                 for _, committed in work:
                     committed(self._failed)
-        for _ in range(ARCHIVED_AT_CLOSE if self.trouble is None else 0):
+        for _ in range(ARCHIVED_AT_CLOSE if self.trouble.text is None else 0):
             if not self._unarchived or not self._commit_until_done([]) or self._failed:
                 break
 
@@ -111,9 +114,9 @@ class Writer:
             except Exception as error:  # noqa: BLE001  a bug: if the thread ended, callers would wait for ever
                 self._failed = error
             else:
-                if self.trouble:
+                if self.trouble.text:
                     logger.info("action=ledger_writes_again")
-                self.trouble = None
+                self.trouble.text = None
                 return True
         return self._failed is not None
 
@@ -138,11 +141,13 @@ class Writer:
         self.commits += 1
 
     def _report(self, error: sqlite3.Error) -> None:
-        if self.trouble is None:
+        if self.trouble.text is None:
             logger.error(
                 "action=ledger_waits path=%s error=%s; the run waits until the ledger can be written", self.path, error
             )
-        self.trouble = f"the ledger {self.path} cannot be written ({error}): free space on its disk; nothing is lost"
+        self.trouble.text = (
+            f"the ledger {self.path} cannot be written ({error}): free space on its disk; nothing is lost"
+        )
 
 
 def _tell(loop: asyncio.AbstractEventLoop, done: asyncio.Future[None], error: Exception | None) -> None:

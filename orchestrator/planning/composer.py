@@ -17,7 +17,7 @@ from headpond.engines.replicas.control import START_VERSION
 from headpond.errors import BlobError, BlobUnwritten, RunError, sentence
 from headpond.event_loop.offload import in_io_thread
 from headpond.ledger.states import GroupState, JobState, RolloutState
-from headpond.orchestrator.duties.housekeeping import Reported
+from headpond.orchestrator.duties.housekeeping import Reported, Troubles
 from headpond.orchestrator.duties.slices import in_slices
 from headpond.orchestrator.endings.staleness import Staleness
 from headpond.orchestrator.examples.choice import Examples
@@ -181,13 +181,14 @@ class Composer:
 
 
 class Sealer:
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, troubles: Troubles | None = None) -> None:
         self._config = config
-        self._store = open_store(config.store_url)
+        self.store = open_store(config.store_url)
         self.sealing = Reported(
-            f"write a manifest to the store {self._store}",
+            f"write a manifest to the store {self.store}",
             "free space or repair it; nothing is lost",
             errors=(OSError, BlobUnwritten),
+            troubles=troubles,
         )
         self.visible: int | None = None
         """the step whose manifest a trainer may see although sealing it has failed: it must not be formed again"""
@@ -204,7 +205,7 @@ class Sealer:
     def _may_be_visible(self, step: int) -> bool:
         """True also if the disk does not tell."""
         try:
-            return read_manifest(self._store, step) is not None
+            return read_manifest(self.store, step) is not None
         except (OSError, BlobError):
             return True
 
@@ -213,9 +214,9 @@ class Sealer:
         if batch.step == FIRST_STEP and start_version > START_VERSION:  # readers ask for it when the step is there
             write_start(self._config.run_dir, StartVersion(version=start_version))
         plan = batch_plan(self._config, batch)
-        self.publish(seal_manifest(self._store, plan, ranks, estimator_state=batch.estimator_state))
+        self.publish(seal_manifest(self.store, plan, ranks, estimator_state=batch.estimator_state))
 
     def publish(self, manifest: Manifest) -> None:
         """For a format of prime-rl: put the files where its trainer expects them. Idempotent."""
         if manifest.plan.format != "native":
-            publish_prime_rl(self._store, manifest, self._config.prime_rl_dir)
+            publish_prime_rl(self.store, manifest, self._config.prime_rl_dir)

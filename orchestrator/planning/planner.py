@@ -2,14 +2,16 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable
 
 from headpond.config import RunConfig
 from headpond.errors import RunError
+from headpond.orchestrator.duties.housekeeping import Troubles
 from headpond.orchestrator.examples.choice import Examples
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.pipeline import Pipeline
+from headpond.orchestrator.planning.phase import RunPhase
 from headpond.orchestrator.planning.quotas import in_groups, leftover, quotas
+from headpond.orchestrator.serving.concurrency import InFlightLimit
 from headpond.orchestrator.submission import AT_ONCE
 from headpond.orchestrator.trainer import Trainer
 
@@ -21,19 +23,21 @@ class Planner:
         ledger: Ledger,
         trainer: Trainer,
         pipeline: Pipeline,
-        *,
-        may_begin: Callable[[int], bool] = lambda _: True,
-        most_in_flight: Callable[[], int] | None = None,
+        limit: InFlightLimit | None = None,
+        phase: RunPhase | None = None,
+        troubles: Troubles | None = None,
     ) -> None:
-        """`may_begin`: whether the engine has the weights that rollouts of a step need. `most_in_flight`: what it can
-        serve; by default `rollouts.max_in_flight`."""
-        self._may_begin = may_begin
-        self._most_in_flight = most_in_flight or (lambda: config.rollouts.max_in_flight)
+        """`limit`: what the engine can serve; by default `rollouts.max_in_flight`. It is noted until the run ends."""
+        self._limit = limit or InFlightLimit.of(config)
         self._pipeline = pipeline
         self._config = config
         self._ledger = ledger
         self._trainer = trainer
         self._examples = Examples(config, ledger)
+        troubles = troubles or Troubles()
+        troubles.add(self.troubles)
+        troubles.notes.add(lambda: self._limit.notes() if phase and not phase.ends else [])
+        troubles.notes.add(lambda: self._examples.poison.notes(config.environments))
 
     def resume(self) -> None:
         """Begin a new count of dropped groups: the settings may have been corrected."""
@@ -48,7 +52,7 @@ class Planner:
         self._stop_if_everything_is_dropped()
         self._pipeline.draw.begin(self.groups_per_step)
         size = self._config.rollouts.group_size
-        room = (self._most_in_flight() - self._ledger.ungenerated) // size
+        room = (self._limit.value - self._ledger.ungenerated) // size
         missing = self._missing()
         wanted = min(sum(missing.values()), room)
         for _ in range(min(wanted, max(1, AT_ONCE // size))):
@@ -58,33 +62,13 @@ class Planner:
                 self._ledger.plan(environment=name, example=example, size=size)
         return wanted > max(1, AT_ONCE // size)
 
-    @property
-    def notes(self) -> list[str]:
-        return [*filter(None, [self.out_of_data]), *self._examples.poison.notes(self._config.environments)]
-
-    @property
-    def out_of_data(self) -> str | None:
-        """What to say when every environment has played its epochs and what is left does not fill a step."""
-        step, left = self._ledger.state.steps_delivered, leftover(self._config, self._ledger, self._examples)
-        if len(left) < len(self._config.environments) or self._ledger.batches or step >= self._config.steps:
-            return None
-        if sum(left.values()) >= self._config.batch.size:
-            return None
-        return (
-            f"the examples of every environment are used up after {step} of {self._config.steps} steps: raise "
-            "environments.NAME.epochs and run the same command to continue"
-        )
-
-    @property
-    def trouble(self) -> str | None:
+    def troubles(self) -> list[str]:
         """Why no group begins although steps are needed."""
         because = self._trainer.holds_because
         if not self._store_is_full or not self._trainer_holds_blobs or because is None:
-            return None
-        return (
-            f"the store holds {self._stored_gb:.1f} GB of {self._config.max_store_gb:g} (max_store_gb), and no rollout "
-            f"begins: {because}"
-        )
+            return []
+        holds = f"the store holds {self._stored_gb:.1f} GB of {self._config.max_store_gb:g} (max_store_gb)"
+        return [f"{holds}, and no rollout begins: {because}"]
 
     @property
     def _stored_gb(self) -> float:
@@ -100,7 +84,7 @@ class Planner:
         steps = range(first, min(self._config.steps, self._trainer.plannable_steps(first), self._storable_steps(first)))
         needed, left = Counter[str](), leftover(self._config, self._ledger, self._examples)
         for step in steps:
-            if self._may_begin(step):
+            if self._pipeline.weights.may_begin(step):
                 parts = quotas(self._config, step, left)
                 needed.update(parts)
                 left = {name: number - parts[name] for name, number in left.items()}

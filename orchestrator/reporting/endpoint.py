@@ -4,48 +4,45 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from ipaddress import ip_address
-from typing import Any
+from typing import TYPE_CHECKING
 
 import orjson
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.registry import Collector
 
 from headpond.config import Http
 from headpond.errors import ConfigError
+from headpond.orchestrator.reporting.prometheus import RunCollector
+
+if TYPE_CHECKING:
+    from headpond.orchestrator.components import Components
 
 logger = logging.getLogger("headpond.http")
 
 STOP_S = 1.0  # for requests in progress when the run ends
 
 
-class Endpoint:
-    def __init__(self, status: Callable[[], dict[str, Any]], collector: Collector) -> None:
-        """`status` returns the latest one, `collector` the series of `/metrics`."""
-        self._latest_status = status
-        self._registry = CollectorRegistry()
-        self._registry.register(collector)
-        ProcessCollector(registry=self._registry)
+def application(run: "Components") -> web.Application:
+    registry = CollectorRegistry()
+    registry.register(RunCollector(run))
+    ProcessCollector(registry=registry)
 
-    def app(self) -> web.Application:
-        app = web.Application()
-        app.router.add_get("/metrics", self._metrics)
-        app.router.add_get("/status", self._status)
-        app.router.add_get("/health", self._health)
-        return app
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    async def _metrics(self, _: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+    async def status(_: web.Request) -> web.Response:
+        """Answer with the content of status.json, also while that cannot be written."""
+        return _json(run.reporter.latest_status().model_dump())
 
-    async def _status(self, _: web.Request) -> web.Response:
-        """The content of status.json, also while that cannot be written."""
-        return _json(self._latest_status())
-
-    async def _health(self, _: web.Request) -> web.Response:
+    async def health(_: web.Request) -> web.Response:
         """An answer means that the loop runs. A run that waits for something is healthy: a restart would not help."""
         return _json({"status": "ok"})
+
+    app = web.Application()
+    app.add_routes([web.get("/metrics", metrics), web.get("/status", status), web.get("/health", health)])
+    return app
 
 
 def _json(content: object) -> web.Response:
@@ -83,11 +80,11 @@ def url(listener: socket.socket | None) -> str | None:
 
 
 @contextlib.asynccontextmanager
-async def serving(listener: socket.socket | None, endpoint: Endpoint) -> AsyncIterator[None]:
+async def serving(listener: socket.socket | None, run: "Components") -> AsyncIterator[None]:
     if listener is None:
         yield
         return
-    runner = web.AppRunner(endpoint.app(), access_log=None, shutdown_timeout=STOP_S)
+    runner = web.AppRunner(application(run), access_log=None, shutdown_timeout=STOP_S)
     await runner.setup()
     try:
         await web.SockSite(runner, listener).start()

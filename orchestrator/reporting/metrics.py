@@ -4,7 +4,6 @@ A step and its line are one transaction, so a line is neither lost nor counted t
 and delays nothing; while its disk is full, the lines wait in the ledger.
 """
 
-import asyncio
 import os
 import threading
 import time
@@ -21,7 +20,7 @@ from headpond.event_loop.lag_summaries import LagSummary, read_summaries_async
 from headpond.event_loop.loop_lag import LoopLag
 from headpond.event_loop.offload import in_io_thread
 from headpond.ledger.states import RolloutState
-from headpond.orchestrator.duties.housekeeping import Reported
+from headpond.orchestrator.duties.housekeeping import Reported, Troubles
 from headpond.orchestrator.examples import evaluation
 from headpond.orchestrator.exchange.redis_connection import Broker
 from headpond.orchestrator.ledger.ledger import Ledger
@@ -39,7 +38,7 @@ UNWRITTEN_MOST = (
     256  # lines in the ledger, which is rewritten with each step; of older ones, the manifest's part remains
 )
 POLICY_FAILED_MOST = 0.5  # of a step's rollouts: from there on it is noted
-EVERY_S = 1.0
+WRITE_S = 1.0
 LAG_POLL_S = 2.0
 
 
@@ -52,15 +51,15 @@ class LagPoller:
         self.others: list[LagSummary] = []
         """the last window of every process but this one"""
 
-    async def run(self) -> None:
-        while True:
-            summaries = await self._broker.call(read_summaries_async)
-            self.others = [lag for lag in summaries if lag.process != self._own]
-            await asyncio.sleep(LAG_POLL_S)
+    async def poll(self) -> None:
+        summaries = await self._broker.call(read_summaries_async)
+        self.others = [lag for lag in summaries if lag.process != self._own]
 
 
 class Metrics:
-    def __init__(self, config: RunConfig, ledger: Ledger, lag: LoopLag, lags: LagPoller) -> None:
+    def __init__(
+        self, config: RunConfig, ledger: Ledger, lag: LoopLag, lags: LagPoller, troubles: Troubles | None = None
+    ) -> None:
         self._ledger = ledger
         self._run_dir = config.run_dir
         self._lag = lag
@@ -77,11 +76,11 @@ class Metrics:
             self.last = orjson.loads(row.line)
             self._unwritten[int(step)] = row.line
         self._delivered_at = self._composed_at = time.monotonic()
-        self._prepared: tuple[BatchRecord, int, step_metrics.Values] | None = None
-        """(step, policy version, values of its rollouts), computed before the step's delivery"""
-        self.writing = Reported(f"write {self._file.path}", "free space or repair the disk")
+        self._written = -1
+        """delivered steps whose lines are in the file"""
+        self.writing = Reported(f"write {self._file.path}", "free space or repair the disk", troubles=troubles)
+        (troubles or Troubles()).notes.add(self.notes)
 
-    @property
     def notes(self) -> list[str]:
         """Without the failures' texts, which may quote the policy."""
         rate, rollouts = self.last.get("policy_error_rate", 0.0), self.last.get("rollouts", 0)
@@ -95,16 +94,13 @@ class Metrics:
         """Call when a step has been composed."""
         self._composed_at = time.monotonic()
 
-    async def prepare(self, batch: BatchRecord) -> None:
-        """Compute what depends on the rollouts of `batch` in a thread: 8 ms for 2,048 of them."""
-        version = self._ledger.state.policy_version
-        values = await in_io_thread(_of_rollouts, batch, version)
-        self._prepared = batch, version, values
+    async def of_rollouts(self, batch: BatchRecord) -> step_metrics.Values:
+        """Compute in a thread what depends on the rollouts of `batch`: 8 ms for 2,048 of them."""
+        return await in_io_thread(_of_rollouts, batch, self._ledger.state.policy_version)
 
-    def measure(self, batch: BatchRecord, ranks: Sequence[EncodedRank]) -> None:
+    def measure(self, batch: BatchRecord, ranks: Sequence[EncodedRank], of_rollouts: step_metrics.Values) -> None:
         """Call in the transaction that delivers `batch`, before it is delivered."""
         last_step, lines = self._ledger.state.last_step, self._ledger.state.metrics_lines
-        of_rollouts = self._of_rollouts(batch)
         totals = counters(self._ledger) | {"delivered": _delivered(self._ledger) + int(of_rollouts["rollouts"])}
         since = {key: value - last_step.counted.get(key, 0) for key, value in totals.items()}
         self.last = {
@@ -116,7 +112,7 @@ class Metrics:
             **evaluation.unreported(self._ledger),
             **step_metrics.of_lag(self._lag.drain(), self._lags.others),
         }
-        self._policy_failed = step_metrics.policy_failed(batch.groups) if self.notes else None
+        self._policy_failed = step_metrics.policy_failed(batch.groups) if self.notes() else None
         self._unwritten[batch.step] = dumps(self.last)
         if len(self._unwritten) > UNWRITTEN_MOST:
             self._unwritten.pop(min(self._unwritten))
@@ -124,14 +120,6 @@ class Metrics:
         for step in [step for step in lines if int(step) not in self._unwritten]:
             lines.forget(step)
         last_step.counted = totals
-
-    def _of_rollouts(self, batch: BatchRecord) -> step_metrics.Values:
-        prepared, version, values = self._prepared or (None, 0, {})
-        if prepared is not batch:
-            version = self._ledger.state.policy_version
-            values = _of_rollouts(batch, version)
-        self._prepared = None
-        return {"policy_version": version, **values}
 
     def _of(self, batch: BatchRecord, ranks: Sequence[EncodedRank], since: Mapping[str, float]) -> step_metrics.Values:
         longest_s = {name: stage.longest_s for name, stage in self._ledger.state.stages.items()}
@@ -143,26 +131,21 @@ class Metrics:
             "time/composed_to_sealed_s": now - self._composed_at,
         }
 
-    async def run(self) -> None:
-        while True:
-            await self.write()
-            await asyncio.sleep(EVERY_S)
-            while not self._unwritten and not self._ledger.state.evaluation_lines:
-                await asyncio.sleep(EVERY_S)
-
-    async def write(self) -> bool:
-        """False when a file cannot be written: the lines wait, the run continues."""
+    async def write(self) -> None:
+        """Append the missing lines. They wait in the ledger while a file cannot be written; the run continues."""
         lines, delivered = dict(self._unwritten), self._ledger.state.steps_delivered
         evaluated = {int(number): row.line for number, row in self._ledger.state.evaluation_lines.items()}
+        if delivered == self._written and not evaluated:
+            return
         await self._ledger.committed()
         with self.writing:
             await in_io_thread(self._file.complete, lines, until=delivered)
             self._unwritten = {step: line for step, line in self._unwritten.items() if step >= delivered}
+            self._written = delivered
             if evaluated:
                 await in_io_thread(self._evaluations.complete, evaluated, until=max(evaluated) + 1)
             for number in evaluated:
                 self._ledger.state.evaluation_lines.forget(str(number))
-        return self.writing.trouble is None
 
 
 class LinesFile:
@@ -235,7 +218,7 @@ def _from_manifest(store: Store, step: int) -> str:
 def _of_rollouts(batch: BatchRecord, version: int) -> step_metrics.Values:
     """In a thread, with what `Ledger.deliver` reads of the rollouts."""
     _ = batch.stored_bytes
-    return step_metrics.of_rollouts(batch.groups, policy_version=version)
+    return {"policy_version": version, **step_metrics.of_rollouts(batch.groups, policy_version=version)}
 
 
 def dumps(values: Mapping[str, float]) -> str:

@@ -3,18 +3,20 @@
 Labels are bounded: states, reasons, queues, kinds of jobs, environments, and at most PROCESSES_MOST processes.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from headpond.event_loop.lag_summaries import LagSummary
-from headpond.event_loop.loop_lag import LoopLag
 from headpond.ledger.states import RolloutState
-from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.replica_costs import LOST, SECONDS, TOKENS
-from headpond.orchestrator.reporting.metrics import LagPoller, Metrics, counters
+from headpond.orchestrator.reporting.metrics import counters
+from headpond.records.status import Status
+
+if TYPE_CHECKING:
+    from headpond.orchestrator.components import Components
 
 PROCESSES_MOST = 64  # those with the worst lag
 QUANTILES = {"0.5": "median_s", "0.9": "p90_s", "0.99": "p99_s", "1": "max_s"}
@@ -40,37 +42,23 @@ Labelled = Iterable[tuple[str, float]]
 
 
 class RunCollector(Collector):
-    def __init__(
-        self,
-        *,
-        steps: int,
-        status: Callable[[], Mapping[str, Any]],
-        ledger: Ledger,
-        metrics: Metrics,
-        lag: LoopLag,
-        lags: LagPoller,
-    ) -> None:
-        """`status` returns the latest one; `lag` is this process's, `lags` the others'."""
-        self._steps = steps
-        self._status = status
-        self._ledger = ledger
-        self._metrics = metrics
-        self._lag = lag
-        self._lags = lags
+    def __init__(self, run: "Components") -> None:
+        self._run = run
 
     def collect(self) -> Iterator[Metric]:
-        status, counts, last = self._status(), counters(self._ledger), self._metrics.last
+        run = self._run
+        status, counts, last = run.reporter.latest_status(), counters(run.ledger), run.metrics.last
         yield GaugeMetricFamily(
-            "headpond_policy_version", "Newest policy version that the trainer published.", status["policy_version"]
+            "headpond_policy_version", "Newest policy version that the trainer published.", status.policy_version
         )
-        yield GaugeMetricFamily("headpond_steps_wanted", "Steps after which the run ends.", self._steps)
-        yield CounterMetricFamily("headpond_steps", "Delivered steps.", self._ledger.state.steps_delivered)
-        yield from _rollouts(self._ledger.states, counts)
+        yield GaugeMetricFamily("headpond_steps_wanted", "Steps after which the run ends.", status.steps)
+        yield CounterMetricFamily("headpond_steps", "Delivered steps.", status.step)
+        yield from _rollouts(run.ledger.states, counts)
         yield from _jobs(status, counts)
         yield from _rates(status)
-        yield from _replicas(status["replicas"], counts)
-        yield from _evaluations(status.get("evaluations") or {})
-        yield from _lags([self._lag.summary(), *self._lags.others])
+        yield from _replicas(status.replicas, counts)
+        yield from _evaluations(status.evaluations)
+        yield from _lags([run.lag.summary(), *run.lags.others])
         for name, key in LAST_STEP.items():
             if key in last:
                 yield GaugeMetricFamily(f"headpond_last_step_{name}", f"`{key}` of the last delivered step.", last[key])
@@ -97,12 +85,12 @@ def _rollouts(states: Mapping[RolloutState, int], counts: Mapping[str, float]) -
     yield solved
 
 
-def _jobs(status: Mapping[str, Any], counts: Mapping[str, float]) -> Iterator[Metric]:
-    yield _gauges("headpond_queue_depth", "Messages that no worker has taken yet.", "queue", status["queued"].items())
-    waiting, submitted = status["waiting_jobs"].items(), status["submitted_jobs"].items()
+def _jobs(status: Status, counts: Mapping[str, float]) -> Iterator[Metric]:
+    yield _gauges("headpond_queue_depth", "Messages that no worker has taken yet.", "queue", status.queued.items())
+    waiting, submitted = status.waiting_jobs.items(), status.submitted_jobs.items()
     yield _gauges("headpond_jobs_waiting", "Jobs to be submitted.", "queue", waiting)
     yield _gauges("headpond_jobs_submitted", "Jobs without a reply.", "queue", submitted)
-    running = status["running_by_worker"]
+    running = status.running_by_worker
     yield GaugeMetricFamily("headpond_jobs_running", "Executions that hold a lease.", sum(running.values()))
     yield GaugeMetricFamily("headpond_workers_busy", "Worker processes that run a job.", len(running))
     yield _counters("headpond_jobs", "Settled jobs.", "kind", _under(counts, "settled:"))
@@ -132,11 +120,11 @@ def _evaluations(status: Mapping[str, Any]) -> Iterator[Metric]:
         yield _gauges(f"headpond_evaluation_{key}", f"`{key}` of the last evaluation.", "evaluation", found)
 
 
-def _rates(status: Mapping[str, Any]) -> Iterator[Metric]:
+def _rates(status: Status) -> Iterator[Metric]:
     over = "over the last ten seconds."
-    yield GaugeMetricFamily("headpond_rollouts_per_second", f"Generated, {over}", status["rollouts_per_s"])
-    yield GaugeMetricFamily("headpond_tokens_per_second", f"Completion tokens, {over}", status["tokens_per_s"])
-    yield GaugeMetricFamily("headpond_waiting_for", "Reasons why the run waits.", len(status["waiting_for"]))
+    yield GaugeMetricFamily("headpond_rollouts_per_second", f"Generated, {over}", status.rollouts_per_s)
+    yield GaugeMetricFamily("headpond_tokens_per_second", f"Completion tokens, {over}", status.tokens_per_s)
+    yield GaugeMetricFamily("headpond_waiting_for", "Reasons why the run waits.", len(status.waiting_for))
 
 
 def _lags(lags: list[LagSummary]) -> Iterator[Metric]:

@@ -1,10 +1,10 @@
 """Ends a run that makes no progress for `recovery.stall_s`, with what it waits for."""
 
 import time
-from collections.abc import Callable
 
 from headpond.config import RunConfig
 from headpond.errors import RunError
+from headpond.orchestrator.duties.housekeeping import Troubles
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.trainer import Trainer
 
@@ -12,13 +12,11 @@ LOOK_MOST_S = 2.0  # that one look counts for: more is a pause of this process
 
 
 class StallWatch:
-    def __init__(
-        self, config: RunConfig, ledger: Ledger, trainer: Trainer, waiting_for: Callable[[], list[str]]
-    ) -> None:
+    def __init__(self, config: RunConfig, ledger: Ledger, trainer: Trainer, troubles: Troubles) -> None:
         self._stall_s = config.recovery.stall_s
         self._ledger = ledger
         self._trainer = trainer
-        self._waiting_for = waiting_for
+        self._troubles = troubles
         self._before: tuple[int, ...] = ()
         self._looked_at = time.monotonic()
         self.idle_s = 0.0
@@ -32,7 +30,7 @@ class StallWatch:
         self.idle_s = self.idle_s + passed_s if progress == self._before else 0.0
         self._before = progress
         if self._stall_s and self.idle_s >= self._stall_s:
-            waits = "; ".join(self._waiting_for()) or "rollouts are being generated, and none has ended"
+            waits = "; ".join(self._troubles.texts()) or "rollouts are being generated, and none has ended"
             raise RunError(
                 f"stopped after {self._stall_s:g} s without progress (recovery.stall_s): {waits}. Nothing is lost, and "
                 "the same command resumes the run"

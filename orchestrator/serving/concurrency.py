@@ -23,46 +23,12 @@ QUEUED_FEW = 8
 LOOK_S = 0.5  # at the loads that the poller has read
 
 
-class LoadWatch:
-    """Follows the load of the replicas that say it. One that cannot be reached, or says nothing, has no say."""
-
-    def __init__(self, config: RunConfig, ledger: Ledger, replicas: Sequence[Replica]) -> None:
-        self._settings = config.engine
-        self._replicas = replicas
-        self._adapts = config.rollouts.adapt_in_flight
-        self._ledger = ledger
-        least = config.rollouts.group_size * len(config.engine.urls)
-        self.limit = InFlightLimit(most=config.rollouts.max_in_flight, least=least)
-
-    async def run(self) -> None:
-        if not self._adapts:
-            return
-        async with EngineControl.open(self._settings) as control, polling(control.poll_load, self._replicas):
-            while True:
-                self.limit.observe(self.loads, in_flight=self._ledger.ungenerated)
-                await asyncio.sleep(LOOK_S)
-
-    @property
-    def loads(self) -> dict[str, Load]:
-        """Replica -> its load at the last look."""
-        return {replica.url: replica.load for replica in self._replicas if replica.load}
-
-    def status(self) -> dict[str, dict[str, Any]]:
-        """By replica that says it."""
-        return {
-            url: {"running": load.running, "waiting": load.waiting, "cache_use": round(load.cache_use, 3)}
-            for url, load in self.loads.items()
-        }
-
-    @property
-    def notes(self) -> list[str]:
-        if self.limit.why is None:
-            return []
-        most = f"at most {self.limit.value:,} of {self.limit.most:,} rollouts (rollouts.max_in_flight) are in flight"
-        return [f"{most}: {self.limit.why}"]
-
-
 class InFlightLimit:
+    @classmethod
+    def of(cls, config: RunConfig) -> "InFlightLimit":
+        least = config.rollouts.group_size * len(config.engine.urls)
+        return cls(most=config.rollouts.max_in_flight, least=least)
+
     def __init__(self, *, most: int, least: int) -> None:
         self.most = most
         self.least = min(least, most)
@@ -88,11 +54,46 @@ class InFlightLimit:
             if self.value == self.most:
                 self.why = None
 
+    def notes(self) -> list[str]:
+        most = f"at most {self.value:,} of {self.most:,} rollouts (rollouts.max_in_flight) are in flight"
+        return [f"{most}: {self.why}"] if self.why else []
+
     def _preempted(self, loads: Mapping[str, Load]) -> str | None:
         """A counter that has fallen is of a server that restarted."""
         before, self._preemptions = self._preemptions, {url: load.preemptions for url, load in loads.items()}
         rose = sum(max(0, number - before.get(url, number)) for url, number in self._preemptions.items())
         return f"the engine has preempted {rose} requests since the last look" if rose else None
+
+
+class LoadWatch:
+    """Follows the load of the replicas that say it. One that cannot be reached, or says nothing, has no say."""
+
+    def __init__(self, config: RunConfig, ledger: Ledger, replicas: Sequence[Replica]) -> None:
+        self._settings = config.engine
+        self._replicas = replicas
+        self._adapts = config.rollouts.adapt_in_flight
+        self._ledger = ledger
+        self.limit = InFlightLimit.of(config)
+
+    async def run(self) -> None:
+        if not self._adapts:
+            return
+        async with EngineControl.open(self._settings) as control, polling(control.poll_load, self._replicas):
+            while True:
+                self.limit.observe(self.loads, in_flight=self._ledger.ungenerated)
+                await asyncio.sleep(LOOK_S)
+
+    @property
+    def loads(self) -> dict[str, Load]:
+        """Replica -> its load at the last look."""
+        return {replica.url: replica.load for replica in self._replicas if replica.load}
+
+    def status(self) -> dict[str, dict[str, Any]]:
+        """By replica that says it."""
+        return {
+            url: {"running": load.running, "waiting": load.waiting, "cache_use": round(load.cache_use, 3)}
+            for url, load in self.loads.items()
+        }
 
 
 def _behind(loads: Sequence[Load]) -> str | None:

@@ -16,6 +16,7 @@ from yarl import URL
 
 from headpond.config import RunConfig
 from headpond.errors import RunError
+from headpond.orchestrator.duties.housekeeping import Troubles
 
 logger = logging.getLogger("headpond.engine_check")
 
@@ -27,23 +28,24 @@ BUSY_LOOKS = 3  # at an engine that others keep busy, a minute in all; then the 
 
 
 class EngineCheck:
-    def __init__(self, config: RunConfig, command: Sequence[str] | None) -> None:
+    def __init__(
+        self, config: RunConfig, command: Sequence[str] | None = None, troubles: Troubles | None = None
+    ) -> None:
         """`command`: the check, or None if it is done."""
         self._urls = config.engine.urls
         self._command = command
+        (troubles or Troubles()).add(self.troubles)
 
     @property
     def pending(self) -> bool:
         return self._command is not None
 
-    @property
-    def trouble(self) -> str | None:
-        if not self.pending:
-            return None
-        return (
+    def troubles(self) -> list[str]:
+        away = (
             f"the engine has not answered yet ({', '.join(self._urls)}): rollouts begin when it answers and has been "
             "checked. If it answers to the workers' hosts only, set engine.check = false"
         )
+        return [away] if self.pending else []
 
     async def run(self) -> None:
         """RunError, in the engine's words, if every rollout would fail or be spoilt."""

@@ -13,7 +13,8 @@ from headpond.batches.signals import PublishedPolicy
 from headpond.config import RunConfig
 from headpond.engines.replicas.control import UNREACHABLE, EngineControl, Replica, label_of
 from headpond.errors import InfrastructureFailure
-from headpond.orchestrator.serving.replica_watch import ReplicaWatch
+from headpond.orchestrator.duties.housekeeping import Troubles
+from headpond.orchestrator.serving.serving_weights import ServingWeights
 from headpond.orchestrator.trainer import Trainer
 
 logger = logging.getLogger("headpond.weights")
@@ -23,23 +24,25 @@ RETRY_FIRST_S, RETRY_MOST_S = 1.0, 30.0
 
 
 class WeightUpdates:
-    def __init__(self, config: RunConfig, run: str, trainer: Trainer, replicas: ReplicaWatch) -> None:
+    def __init__(
+        self, config: RunConfig, run: str, trainer: Trainer, weights: ServingWeights, troubles: Troubles
+    ) -> None:
         self._settings = config.engine
         self._run = run
         self._trainer = trainer
-        self._replicas = replicas
+        self._weights = weights
         self._failed: dict[str, str] = {}
         """replica -> why its last update failed"""
+        troubles.add(self._troubles)
 
     async def run(self) -> None:
         if self._settings.weight_update != "headpond":
             return
         async with EngineControl.open(self._settings) as control, asyncio.TaskGroup() as group:
-            for replica in self._replicas.all:
+            for replica in self._weights.replicas:
                 group.create_task(self._keep_current(control, replica))
 
-    @property
-    def troubles(self) -> list[str]:
+    def _troubles(self) -> list[str]:
         policy = self._trainer.state.policy
         if self._settings.weight_update == "headpond" and policy and policy.weights is None:
             published = f"version {policy.version} was published without weights"
@@ -53,7 +56,7 @@ class WeightUpdates:
             policy, label = self._trainer.state.policy, replica.label
             if label is None or policy is None or policy.weights is None:
                 continue
-            if label.text == label_of(policy.version, self._run) and not self._replicas.abandoned.held_by(replica):
+            if label.text == label_of(policy.version, self._run) and not self._weights.abandoned.held_by(replica):
                 if not resumed:  # an orchestrator may have been killed between loading and resuming
                     resumed = await self._resume(control, replica)
                 continue

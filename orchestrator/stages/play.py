@@ -24,6 +24,10 @@ class Play(GroupStage[RolloutResult]):
         self.unneeded: list[str] = []
         """Celery task ids of running attempts that are no longer needed: revoking them saves work"""
 
+    def take_unneeded(self) -> list[str]:
+        unneeded, self.unneeded = self.unneeded, []
+        return unneeded
+
     def key(self, job: JobRecord) -> None:
         return None
 
@@ -34,8 +38,8 @@ class Play(GroupStage[RolloutResult]):
             "example": group.example,
             "seed": self._config.seed,
             "policy_version": self._ledger.state.policy_version,
-            "least_version": self._parts.least_version(),
-            "abandoned_versions": self._parts.abandoned_versions(),
+            "least_version": self._parts.weights.least_version,
+            "abandoned_versions": self._parts.weights.abandoned.versions,
         }
 
     def settled(self, job: JobRecord, result: RolloutResult, reply: Reply) -> None:

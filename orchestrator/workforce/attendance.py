@@ -16,6 +16,7 @@ from headpond.broker.queues import WorkerKind
 from headpond.config import RunConfig
 from headpond.errors import shortened
 from headpond.event_loop.loop_lag import blocked_cause
+from headpond.orchestrator.duties.housekeeping import Troubles
 from headpond.orchestrator.exchange.redis_connection import Broker
 from headpond.orchestrator.ledger.rows import JobRecord
 from headpond.orchestrator.workforce.quarantine import Peer, Quarantine, Standing
@@ -43,7 +44,9 @@ class Seen:
 
 
 class Attendance:
-    def __init__(self, config: RunConfig, broker: Broker, *, first_sequence: int = 0) -> None:
+    def __init__(
+        self, config: RunConfig, broker: Broker, *, first_sequence: int = 0, troubles: Troubles | None = None
+    ) -> None:
         """`first_sequence`: jobs up to it were submitted by an earlier start, maybe with other settings."""
         self._broker = broker
         self._lease_s = config.recovery.lease_s
@@ -53,6 +56,7 @@ class Attendance:
         self._published: dict[str, str | bytes] = {kind.value: self._digests[kind] for kind in WorkerKind}
         self._published |= {f"{kind}:values": orjson.dumps(settings[kind]) for kind in WorkerKind}
         self._quarantine = Quarantine()
+        (troubles or Troubles()).add(lambda: self.excluded.values())
         self._seen: dict[str, Seen] = {}
         self._strangers: dict[str, float] = {}
         """workers whose replies carry other settings than the run's -> time of the last one"""
@@ -61,7 +65,7 @@ class Attendance:
 
     def uses(self, reply: Reply, job: JobRecord) -> bool:
         """Whether the reply was made with the run's settings, or answers a job of an earlier start."""
-        if job.sequence <= self._first_sequence or reply.settings == self._digest(job):
+        if job.sequence <= self._first_sequence or reply.settings == self.digest_for(job):
             return True
         if reply.node not in self._seen:
             self._strangers[reply.node] = time.monotonic()
@@ -96,7 +100,7 @@ class Attendance:
     # what submission asks
 
     def digest_for(self, job: JobRecord) -> str:
-        return self._digest(job)
+        return self._digests[WorkerKind.of(job.queue)]
 
     def listed(self, job: JobRecord) -> tuple[str, ...]:
         """The workers that must not take the job: those that failed it, while another may do better."""
@@ -162,9 +166,6 @@ class Attendance:
         """Every worker that is still listed and has said nothing of late -> for how many seconds."""
         ages = {node: time.monotonic() - seen.at for node, seen in self._seen.items()}
         return {node: round(age_s, 1) for node, age_s in ages.items() if age_s > SILENT_S}
-
-    def _digest(self, job: JobRecord) -> str:
-        return self._digests[WorkerKind.of(job.queue)]
 
     def _hear(self, said: dict[str, bytes], now: float) -> list[str]:
         """Remember who is there. Returns those that have been silent for too long."""

@@ -9,10 +9,12 @@ from support.ledgers import admitted, configured
 from headpond.config import RunConfig
 from headpond.engines.replicas.control import Load
 from headpond.event_loop.lag_summaries import redis_publisher
+from headpond.orchestrator.components import PROCESS
+from headpond.orchestrator.duties.housekeeping import Troubles
 from headpond.orchestrator.exchange.redis_connection import Broker
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.lock import RunLock
-from headpond.orchestrator.loop import PROCESS, Orchestrator
+from headpond.orchestrator.loop import Orchestrator
 from headpond.orchestrator.reporting.reporter import ignore_status
 from headpond.orchestrator.shutdown import StopRequests
 
@@ -21,6 +23,7 @@ def orchestrating(config: RunConfig, ledger: Ledger, broker: Broker) -> Orchestr
     return Orchestrator(
         config, run="run", ledger=ledger, broker=broker, lock=RunLock(config.run_dir, broker, run="run", epoch=1),
         lag=config.lag.watch(PROCESS, redis_publisher(broker.client)), stop=StopRequests(), on_status=ignore_status,
+        troubles=Troubles(),
     )  # fmt: skip
 
 
@@ -36,7 +39,7 @@ def test_the_load_of_the_engine_is_noted_until_the_last_step_is_delivered(
         load = Load(running=32, waiting=34, cache_use=0.1, preemptions=0)
         orchestrator.load.limit.observe({"http://engine": load}, in_flight=66, now=1e9)
         ledger.state.steps_delivered = delivered
-        noted = orchestrator.reporter.status()["notes"]
+        noted = orchestrator.reporter.status().notes
         await broker.close()
         return noted
 
@@ -51,8 +54,9 @@ def test_a_step_whose_policy_failed_is_noted_in_the_status(tmp_path: Path, ledge
     async def noted() -> list[str]:
         broker = Broker(config.redis_url)
         orchestrator = orchestrating(config, ledger, broker)
-        orchestrator.metrics.measure(ledger.compose(0, [admitted(ledger, policy_error="timeout: 5 s")]), [])
-        noted = orchestrator.reporter.status()["notes"]
+        batch = ledger.compose(0, [admitted(ledger, policy_error="timeout: 5 s")])
+        orchestrator.metrics.measure(batch, [], await orchestrator.metrics.of_rollouts(batch))
+        noted = orchestrator.reporter.status().notes
         await broker.close()
         return noted
 

@@ -212,18 +212,18 @@ def test_a_trainer_that_never_checkpoints_is_named_with_the_bytes_that_it_holds(
     releaser = Releaser(config, ledger, trainer)
     ledger.state.delivered_bytes = 12 * 10**9
     ledger.state.steps_delivered = 21
-    assert releaser.notes == [], "the trainer's files were not read yet"
+    assert releaser.notes() == [], "the trainer's files were not read yet"
     trainer.state = TrainerState(acked=20, checkpointed=5)
-    assert releaser.notes == []
+    assert releaser.notes() == []
     trainer.state = TrainerState(acked=20, checkpointed=-1)
-    (note,) = releaser.notes
+    (note,) = releaser.notes()
     assert re.search(
         r'12\.0 GB .*step 20 .*step 0: .*reader\.checkpointed\(step\).* trainer\.release_on = "acked"', note
     )
     trainer.state = TrainerState(acked=-1, checkpointed=-1)
-    assert re.search(r"step 0: .*reader\.ack\(step\)", releaser.notes[0])
+    assert re.search(r"step 0: .*reader\.ack\(step\)", releaser.notes()[0])
     ledger.state.delivered_bytes = 0
-    assert releaser.notes == []
+    assert releaser.notes() == []
 
 
 def test_a_file_is_deleted_only_after_the_commit_that_releases_it(
@@ -353,10 +353,10 @@ def test_a_store_that_cannot_be_listed_is_reported_and_swept_later(
         stale.setattr(FileStore, "names", stale_file_handle)
         for _ in range(3):
             assert asyncio.run(sweeper.run_once()) == 0
-    assert "[Errno 116] Stale file handle" in (sweeper.sweeping.trouble or "")
+    assert "[Errno 116] Stale file handle" in (sweeper.sweeping.text or "")
     assert caplog.text.count("action=duty_failed") == 1
     asyncio.run(sweeper.run_once())
-    assert sweeper.sweeping.trouble is None
+    assert sweeper.sweeping.text is None
 
 
 def test_a_directory_that_cannot_be_removed_does_not_keep_the_others(
@@ -389,11 +389,11 @@ def test_an_unreadable_manifest_does_not_end_the_run_that_releases_it(
     content = path.read_bytes()
     path.write_bytes(b"{")
     asyncio.run(releaser.run_once())
-    assert releaser.releasing.trouble is not None
+    assert releaser.releasing.text is not None
     assert ledger.state.released["experts_released"] == 0
     path.write_bytes(content)
     asyncio.run(releaser.run_once())
-    assert releaser.releasing.trouble is None
+    assert releaser.releasing.text is None
     assert ledger.state.released["experts_released"] == 1
 
 

@@ -10,6 +10,7 @@ from support.ledgers import configured, pipeline_of, replies_of, reply_to, submi
 
 from headpond.errors import RunError
 from headpond.ledger.states import GroupState, JobState, RolloutState
+from headpond.orchestrator.duties.housekeeping import Troubles
 from headpond.orchestrator.exchange.gates import Gates
 from headpond.orchestrator.ledger import restore
 from headpond.orchestrator.ledger.ledger import Ledger
@@ -28,7 +29,8 @@ DONE, FAILED, RELEASED, UNREACHABLE = Outcome.DONE, Outcome.FAILED, Outcome.RELE
 class Scene:
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
-        self.gates = Gates()
+        self.troubles = Troubles()
+        self.gates = Gates(self.troubles)
         config = configured(recovery={"max_failures": 3})
         self.pipeline = pipeline_of(config, ledger, self.gates)
         self.replies = replies_of(config, ledger, self.pipeline)
@@ -232,7 +234,7 @@ def test_a_group_with_too_few_rollouts_left_is_dropped(scene: Scene) -> None:
                 scene.ledger.submit(scene.ledger.jobs[rollout.id])
     assert scene.states() == [RolloutState.DEAD] * 3 + [RolloutState.FILTERED]
     assert scene.ledger.reasons == {"cancelled": 1}
-    assert scene.pipeline.play.unneeded == [f"run.{scene.group.rollouts[3].id}.1"]
+    assert scene.pipeline.play.take_unneeded() == [f"run.{scene.group.rollouts[3].id}.1"]
     assert scene.group.state == GroupState.CLOSED
     assert scene.ledger.state.dropped_in_a_row == 1
     scene.reply(scene.group.rollouts[3].id, result=RolloutResult(reward=1.0))
@@ -260,13 +262,13 @@ def test_an_unreachable_engine_closes_the_gate_and_nothing_is_counted(scene: Sce
 def test_an_unwritable_store_closes_the_gate_like_an_engine(scene: Scene) -> None:
     scene.reply(scene.job.id, Outcome.UNWRITTEN)
     assert (scene.job.state, scene.job.failures) == (JobState.WAITING, 0)
-    (trouble,) = scene.gates.troubles
+    (trouble,) = scene.troubles.texts()
     assert re.search(r"cannot write to the store: .*\(it broke\); .*1 s", trouble)
     encoding = scene.ledger.add_job("s000000f1r0", "encode", "0")
     scene.ledger.submit(encoding)
     scene.reply(encoding.id, Outcome.UNWRITTEN)
     assert (encoding.state, encoding.failures) == (JobState.WAITING, 0)
-    assert not scene.gates.encoding.open
+    assert not scene.gates.all["encoding"].open
 
 
 def test_a_reply_that_does_not_answer_its_job_is_a_failure(scene: Scene) -> None:
@@ -315,7 +317,7 @@ def test_a_filtering_job_that_cannot_sync_waits_for_the_store(scene: Scene) -> N
     job = scene.ledger.jobs[scene.submit_stage("filter")]
     scene.reply(job.id, Outcome.UNWRITTEN)
     assert (job.state, job.failures) == (JobState.WAITING, 0)
-    assert ["cannot write to the store" in trouble for trouble in scene.gates.troubles] == [True]
+    assert ["cannot write to the store" in trouble for trouble in scene.troubles.texts()] == [True]
     scene.ledger.submit(job)
     scene.reply(job.id, result=FilterResult(), attempt=2)
-    assert scene.gates.troubles == []
+    assert scene.troubles.texts() == []

@@ -79,17 +79,17 @@ def test_a_probe_whose_input_cannot_be_written_is_submitted_later(tmp_path: Path
         job = it.ledger.add_job(batch.job_id(0), "encode", "0")
         it.ledger.submit(job)
         it.ledger.retry(job)
-        it.gates.encoding.close(Outcome.UNWRITTEN, job.id, 1, "full")
+        it.gates.all["encoding"].close(Outcome.UNWRITTEN, job.id, 1, "full")
         clock.now += 60
         blocked = tmp_path / "store" / "plans"
         blocked.parent.mkdir(exist_ok=True)
         blocked.write_text("a file where the plans' folder should be")
         await it.submitter.submit_waiting()
         assert job.state is JobState.WAITING
-        assert it.submitter.inputs.writing.trouble
+        assert it.submitter.inputs.writing.text
         blocked.unlink()
         await it.submitter.submit_waiting()
         assert job.state is JobState.SUBMITTED
-        assert it.submitter.inputs.writing.trouble is None
+        assert it.submitter.inputs.writing.text is None
 
     play(tmp_path, scene)

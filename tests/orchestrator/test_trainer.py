@@ -18,6 +18,7 @@ from headpond.batches.signals import (
 )
 from headpond.errors import RunError
 from headpond.orchestrator import trainer as trainer_module
+from headpond.orchestrator.duties.housekeeping import Troubles
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.trainer import Trainer
 
@@ -63,7 +64,8 @@ def test_a_complete_run_stays_until_prime_rls_trainer_has_broadcast_its_last_ver
     ledger: Ledger, tmp_path: Path, batch_format: str, wait_s: float, awaited: list[bool]
 ) -> None:
     settings = {"batch": {"format": batch_format}, "trainer": {"last_broadcast_s": wait_s}, "steps": 5}
-    trainer = Trainer(configured(run_dir=tmp_path, **settings), ledger)
+    troubles = Troubles()
+    trainer = Trainer(configured(run_dir=tmp_path, **settings), ledger, troubles=troubles)
     ledger.state.steps_delivered = 3  # the data is used up
     seen = list[bool]()
     for version in (1, 2, 3):
@@ -72,8 +74,8 @@ def test_a_complete_run_stays_until_prime_rls_trainer_has_broadcast_its_last_ver
         (broadcast / ("STABLE" if batch_format.endswith("08") else ".finished")).touch()
         asyncio.run(trainer.read())
         assert trainer.state.acked == version - 1
-        seen.append(trainer.last_broadcast_awaited)
-        assert ("trainer.last_broadcast_s" in (trainer.last_broadcast or "")) == seen[-1]
+        seen.append(trainer.last_broadcast_awaited())
+        assert ("trainer.last_broadcast_s" in str(troubles.texts())) == seen[-1]
     assert seen == awaited
 
 
@@ -90,25 +92,27 @@ def test_a_trainer_that_is_waited_for_is_named_with_the_rank_that_is_behind(
     ledger: Ledger, tmp_path: Path, acked: dict[int, int], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trainer_module, "AWAITED_S", 0.0)
-    trainer = Trainer(configured(run_dir=tmp_path), ledger)
+    troubles = Troubles()
+    trainer = Trainer(configured(run_dir=tmp_path), ledger, troubles=troubles)
     ledger.state.steps_delivered = 9
     for rank, step in acked.items():
         write_progress(tmp_path, RankProgress(data_rank=rank, data_ranks=2, epoch=1, resume_step=-1, acked=step))
     asyncio.run(trainer.read())
-    assert f"step 8 is sealed, and {said}" in trainer.troubles[0]
+    assert f"step 8 is sealed, and {said}" in troubles.texts()[0]
 
 
 def test_a_disk_that_does_not_give_the_trainers_files_is_reported_and_read_again(
     ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = Trainer(configured(run_dir=tmp_path), ledger)
+    troubles = Troubles()
+    trainer = Trainer(configured(run_dir=tmp_path), ledger, troubles=troubles)
     write_policy(tmp_path, PublishedPolicy(version=7, weights=None))
     with monkeypatch.context() as patch:
         patch.setattr(trainer_module, "read_trainer", unreadable)
         asyncio.run(trainer.read())
-    assert any("read the trainer's progress" in trouble for trouble in trainer.troubles)
+    assert any("read the trainer's progress" in trouble for trouble in troubles.texts())
     asyncio.run(trainer.read())
-    assert (trainer.troubles, ledger.state.policy_version) == ([], 7)
+    assert (troubles.texts(), ledger.state.policy_version) == ([], 7)
 
 
 def unreadable(run_dir: Path) -> None:

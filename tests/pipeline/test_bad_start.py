@@ -80,7 +80,7 @@ def test_the_run_waits_for_a_full_store_and_no_rollout_dies(pipeline: Pipeline, 
         cluster.enter = disk.enter
         try:
             run = cluster.orchestrator()
-            wait_until(cluster.status, what="the run to begin")
+            wait_until(lambda: cluster.status().at, what="the run to begin")
             (disk.inside / "store" / "rollouts").mkdir()
             with disk.full(run.pid, "store/rollouts"):
                 cluster.rollout_worker()
@@ -117,7 +117,7 @@ def test_the_status_names_code_that_blocks_a_worker_loop(pipeline: Pipeline) -> 
     cluster.orchestrator()
 
     def named() -> bool:
-        others = cluster.status().get("other_loops", {}).values()
+        others = cluster.status().other_loops.values()
         return any("Blocking.rollout (" in culprit for lag in others for culprit in lag["blockers"])
 
     wait_until(named, what="the status to name the blocker")
@@ -158,7 +158,7 @@ def test_a_worker_whose_loop_is_blocked_is_named_with_the_line_until_it_goes_on(
     assert not any("queues rollouts is running" in cause for cause in causes)
     assert "Held.rollout" in cluster.headpond("status", str(cluster.run_dir)).text
     hold.unlink()
-    wait_until(lambda: at not in str(cluster.status()["waiting_for"]), what="the cause to go")
+    wait_until(lambda: at not in str(cluster.status().waiting_for), what="the cause to go")
     assert run.exit_code is None, run.text[-2000:]
 
 

@@ -39,13 +39,13 @@ def test_a_poison_example_is_named_skipped_and_put_back(tmp_path: Path) -> None:
         named = wait_until(lambda: _quarantined(cluster), what="the quarantine of the example")
         assert named == [{"environment": "poisoned", "example": 2, "error": named[0]["error"]}]
         assert "no such image: 2.png" in named[0]["error"]
-        noted = lambda: any("example 2 of poisoned" in note for note in cluster.status()["notes"])  # noqa: E731
+        noted = lambda: any("example 2 of poisoned" in note for note in cluster.status().notes)  # noqa: E731
         wait_until(noted, what="the status to name it")
         open_groups = "SELECT count(*) FROM groups WHERE example = 2 AND state != 'closed'"
         wait_until(lambda: not cluster.ledger(open_groups)[0][0], what="the end of groups that had begun before")
         dead_rollouts = "SELECT number FROM counts WHERE kind = 'state' AND name = 'dead'"
-        died, step = cluster.ledger(dead_rollouts), cluster.status()["step"]
-        wait_until(lambda: cluster.status()["step"] >= step + 4, what="steps without the example")
+        died, step = cluster.ledger(dead_rollouts), cluster.status().step
+        wait_until(lambda: cluster.status().step >= step + 4, what="steps without the example")
         assert cluster.ledger(dead_rollouts) == died, "it was not played again"
         (tmp_path / "antidote").touch()
         text = cluster.headpond("dead", str(cluster.run_dir), "--retry").text
@@ -58,4 +58,4 @@ def test_a_poison_example_is_named_skipped_and_put_back(tmp_path: Path) -> None:
 
 
 def _quarantined(cluster: Cluster) -> list[dict[str, Any]]:
-    return dead(cluster.run_dir)["quarantined"] if cluster.status() else []
+    return dead(cluster.run_dir)["quarantined"] if cluster.status().at else []

@@ -26,7 +26,7 @@ def test_the_run_waits_for_a_killed_engine_and_survives_a_killed_worker(pipeline
     run, trainer = cluster.orchestrator(), pipeline.trainer()
     cluster.wait_running(4)
     pipeline.engine.kill()
-    wait_until(lambda: "engine" in str(cluster.status().get("waiting_for")), what="the status to name the engine")
+    wait_until(lambda: "engine" in str(cluster.status().waiting_for), what="the status to name the engine")
     pipeline.restart_engine("--layers", "4", *SLOW_ENGINE)
     cluster.wait_running(4)
     worker.kill()

@@ -144,8 +144,8 @@ def test_a_replica_whose_update_fails_is_named_and_serves_nothing_until_one_succ
         reader.ack(first.step)
         reader.publish_policy(1, weights=tmp_path / "weights" / "version_1")
         cluster.wait_waiting_for(f"{engines.urls[0]} could not be updated and serves nothing: version 1 from")
-        assert "cannot load weights from" in str(cluster.status()["waiting_for"])
-        wait_until(lambda: not cluster.status()["replicas"][engines.urls[0]]["serves"], what="a poll after the failure")
+        assert "cannot load weights from" in str(cluster.status().waiting_for)
+        wait_until(lambda: not cluster.status().replicas[engines.urls[0]]["serves"], what="a poll after the failure")
         assert labels(cluster) == {"failed 1"}
         write_weights(tmp_path, 1)
         second = next(reader)
@@ -202,7 +202,7 @@ def load(url: str, weights: Path, version: int) -> None:
 
 def labels(cluster: Cluster) -> set[str]:
     """What the serving replicas call their weights, without the run's id."""
-    return {str(state["weights"]).partition("@")[0] for state in cluster.status().get("replicas", {}).values()}
+    return {str(state["weights"]).partition("@")[0] for state in cluster.status().replicas.values()}
 
 
 @pytest.mark.parametrize("dialect", ["generate", "vllm"])
@@ -243,7 +243,7 @@ def test_a_replica_with_weights_that_the_trainer_gave_up_serves_nothing(tmp_path
             reader.publish_policy(version)
 
         def forgotten() -> dict[str, Any]:
-            return cluster.status()["replicas"][engines.urls[1]]
+            return cluster.status().replicas[engines.urls[1]]
 
         reader = BatchReader(cluster.run_dir, data_rank=0, data_ranks=1, timeout_s=60)
         for version in (1, 2):
@@ -257,7 +257,7 @@ def test_a_replica_with_weights_that_the_trainer_gave_up_serves_nothing(tmp_path
         publish(1, engines.urls[:1])
         wait_until(lambda: not forgotten()["serves"], what="the abandoned weights to be refused")
         told = f"{engines.urls[1]} calls its weights '2', which the trainer has abandoned"
-        assert told in str(cluster.status()["waiting_for"])
+        assert told in str(cluster.status().waiting_for)
         for batch in reader:
             if batch.step == 1:
                 publish(2, engines.urls[:1])
@@ -342,17 +342,17 @@ def test_a_refused_replica_plays_nothing_while_the_other_goes_on(tmp_path: Path,
             trainer.publish([other])
         has, label = (0, "default") if fault == "restarted" else (trainer.version - 1, str(trainer.version - 1))
         cluster.wait_waiting_for(f"{refused} calls its weights '{label}', older than version {trainer.version}")
-        serve = {url: state["serves"] for url, state in cluster.status()["replicas"].items()}
+        serve = {url: state["serves"] for url, state in cluster.status().replicas.items()}
         assert serve == {other: True, refused: False}
 
         # What began before it was refused is trained on; then it plays nothing, although it answers and is idle.
         trainer.train_above(has, [other])
         after = [trainer.train([other]) for _ in range(4)]
         assert all(versions and min(versions) > has for versions in after), after
-        assert not cluster.status()["replicas"][refused]["serves"]
+        assert not cluster.status().replicas[refused]["serves"]
 
         trainer.load(refused)
-        wait_until(lambda: cluster.status()["replicas"][refused]["serves"], what="the updated replica to be admitted")
+        wait_until(lambda: cluster.status().replicas[refused]["serves"], what="the updated replica to be admitted")
         while versions := trainer.train(engines.urls):
             assert min(versions) > has
         assert run.wait() == 0, run.text[-3000:]
@@ -378,7 +378,7 @@ def test_a_trainer_that_counts_from_0_on_an_engine_that_has_version_20_is_refuse
         batch = next(reader)
         told = "the run starts with version 20"
         assert re.search(f"WARNING.*action=start_version.*{told}", run.text), run.text[-3000:]
-        wait_until(lambda: told in str(cluster.status()["notes"]), what="the note about the start version")
+        wait_until(lambda: told in str(cluster.status().notes), what="the note about the start version")
         load(engines.urls[0], write_weights(tmp_path, 1), 1)
         reader.publish_policy(batch.step + 1)
         reader.ack(batch.step)

@@ -40,7 +40,7 @@ def begun(cluster: Cluster, name: str) -> Process:
     """A run that has submitted all its rollouts; the worker of its survey is killed."""
     cluster.new_run(name)
     run, surveyor = cluster.orchestrator(), cluster.rollout_worker(concurrency=1)
-    in_flight = lambda: cluster.status().get("rollouts", {}).get("in_flight")  # noqa: E731
+    in_flight = lambda: cluster.status().rollouts.get("in_flight")  # noqa: E731
     wait_until(lambda: in_flight() == 48, what="48 rollouts in flight")
     surveyor.kill()
     return run

@@ -37,7 +37,7 @@ def test_a_killed_run_plays_the_examples_of_its_seed_and_ends_with_them(shared: 
     assert result["filtered"] == {"run_ended": 8}  # two groups that do not fill a step
     assert "action=out_of_data" in run.text
     assert "after 3 of 9 steps: raise environments.NAME.epochs" in run.text
-    assert shared.status()["phase"] == "done"
+    assert shared.status().phase == "done"
 
 
 def test_a_run_out_of_data_continues_with_more_epochs_and_tells_its_trainer(shared: Cluster) -> None:

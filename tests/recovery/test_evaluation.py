@@ -36,7 +36,7 @@ def evaluated(cluster: Cluster, version: int) -> bool:
 
 
 def scraped(cluster: Cluster) -> str:
-    return urllib.request.urlopen(f"{cluster.status()['http']}/metrics", timeout=HANG_S).read().decode()
+    return urllib.request.urlopen(f"{cluster.status().http}/metrics", timeout=HANG_S).read().decode()
 
 
 def test_killed_processes_neither_lose_nor_repeat_a_rollout_of_an_evaluation(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_killed_processes_neither_lose_nor_repeat_a_rollout_of_an_evaluation(tmp
         assert (audited["planned"], audited["delivered"], audited["steps"]) == (64, 64, 4)
         (line,) = lines(cluster, "evaluations.jsonl")
         assert (line["evaluation"], line["name"], line["rollouts"], line["dead"]) == (1, "held_out", 15, 0)
-        status = cluster.status()["evaluations"]
+        status = cluster.status().evaluations
         assert status["rollouts"] == {
             "planned": 15, "evaluated": 15, "dead": 0, "cancelled": 0, "in_flight": 0, "balanced": True,
         }  # fmt: skip
@@ -91,7 +91,7 @@ def test_every_second_version_is_evaluated_and_reported_with_the_next_step(tmp_p
         cluster.compute_worker()
         run = cluster.orchestrator()
         for step in range(5):
-            wait_until(lambda step=step: cluster.status().get("step", 0) > step, what=f"step {step}")
+            wait_until(lambda step=step: cluster.status().step > step, what=f"step {step}")
             publish(cluster, step + 1)
             if (step + 1) % 2 == 0:
                 wait_until(lambda step=step: evaluated(cluster, step + 1), what=f"the evaluation of version {step + 1}")

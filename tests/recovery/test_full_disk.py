@@ -60,7 +60,7 @@ def test_the_run_waits_while_the_ledger_disk_is_full(cluster: Cluster, disk: Dis
     delivering(disk, run)
     with disk.full(run.pid, "ledger"):
         cluster.wait_waiting_for(f"the ledger {disk.directory}/ledger/ledger.sqlite cannot be written (")
-        assert "free space" in str(cluster.status()["waiting_for"])
+        assert "free space" in str(cluster.status().waiting_for)
     ends_well(cluster, run)
     assert run.text.count("action=ledger_waits") == 1
 

@@ -17,7 +17,7 @@ def _excluded(cluster: Cluster, *texts: str) -> dict[str, str]:
     """Wait until the status excludes a worker for a reason that contains `texts`."""
 
     def found() -> dict[str, str]:
-        excluded: dict[str, str] = cluster.status().get("excluded_workers", {})
+        excluded: dict[str, str] = cluster.status().excluded_workers
         return {node: why for node, why in excluded.items() if all(text in why for text in texts)}
 
     return wait_until(found, what=f"an excluded worker: {texts}")
@@ -49,7 +49,7 @@ def test_a_rollout_worker_of_another_run_takes_no_job_until_it_is_restarted(tmp_
         bad.kill()
         cluster.rollout_worker(concurrency=8)
         cluster.wait_running(16)
-        wait_until(lambda: cluster.status().get("excluded_workers") == {}, what="no excluded worker")
+        wait_until(lambda: cluster.status().excluded_workers == {}, what="no excluded worker")
         hold.unlink()
         result = cluster.finish(run)
         assert cluster.events("failed") == cluster.events("lost") == 0
@@ -119,7 +119,7 @@ def test_a_repaired_worker_is_let_in_again_after_a_probe(tmp_path: Path) -> None
             return text.count("succeeded") - text.count("action=declined")
 
         wait_until(lambda: done() >= 3, what="jobs after its admission")
-        wait_until(lambda: cluster.status().get("excluded_workers") == {}, what="no excluded worker")
+        wait_until(lambda: cluster.status().excluded_workers == {}, what="no excluded worker")
         run.signal(signal.SIGINT)
         assert run.wait() == 0, run.text
         assert _dead(cluster) == 0
@@ -145,13 +145,13 @@ def test_workers_that_do_not_have_a_changed_setting_are_refused_after_a_resume(t
         cluster.rollout_worker(concurrency=8)
         old = cluster.compute_worker()
         run = cluster.orchestrator()
-        wait_until(lambda: cluster.status().get("step", 0) >= 1, what="a step")
+        wait_until(lambda: cluster.status().step >= 1, what="a step")
         run.kill()
         cluster.configure(**few, advantages={"estimator": "rloo"})
         run = cluster.orchestrator()
         assert list(_excluded(cluster, "advantages.estimator", "rloo")) == ["compute1@test"]
         _says(old, "advantages.estimator")
-        step = cluster.status()["step"]
+        step = cluster.status().step
         cluster.compute_worker()
         result = cluster.finish(run)
     assert step < 6

@@ -67,9 +67,9 @@ def test_the_endpoint_serves_prometheus_metrics_and_status(tmp_path: Path) -> No
         cluster.rollout_worker(concurrency=8)
         run = cluster.orchestrator()
         cluster.wait_running(8)
-        is_complete = lambda: cluster.status().get("states", {}).get("running") == 8 and cluster.status()["other_loops"]  # noqa: E731
+        is_complete = lambda: cluster.status().states.get("running") == 8 and cluster.status().other_loops  # noqa: E731
         wait_until(is_complete, what="a status with running rollouts and the worker's lag")
-        url = cluster.status()["http"]
+        url = cluster.status().http
         assert f"action=http_ready url={url}" in run.text
         text = fetched(f"{url}/metrics")
         samples = {
@@ -109,7 +109,7 @@ def test_a_run_works_without_the_endpoint(shared: Cluster) -> None:
     shared.new_run("off")
     run = shared.orchestrator(HEADPOND_HTTP__PORT="off")
     shared.finish(run)
-    assert shared.status()["http"] is None
+    assert shared.status().http is None
     assert [line["step"] for line in lines(shared)] == [0, 1, 2]
 
 

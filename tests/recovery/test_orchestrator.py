@@ -119,7 +119,7 @@ def test_a_run_whose_first_rollouts_all_fail_alike_stops_with_the_error_and_is_r
         workers = [cluster.rollout_worker(), cluster.compute_worker()]
         run = cluster.orchestrator()
         assert run.wait() == 2, run.text
-        stopped = cluster.status()["stopped_by"]
+        stopped = cluster.status().stopped_by
         assert stopped.startswith("stopped, because the first 32 rollouts died of the same error: ")
         assert "run the same command again" in stopped
         told = read_status(cluster.run_dir)

@@ -55,14 +55,14 @@ def test_a_worker_that_is_cut_off_loses_its_rollouts_and_is_used_again(tmp_path:
         cluster.rollout_worker(8)
         with far_worker(cluster, opened, hold) as (worker, network):
             run = cluster.orchestrator()
-            wait_until(lambda: cluster.status().get("step", 0), what="a step")
+            wait_until(lambda: cluster.status().step, what="a step")
             for direction in (Direction.THERE, Direction.BACK, Direction.BOTH):
                 hold.touch()
                 wait_until(lambda: running(cluster, worker), what=f"held rollouts before a cut of {direction}")
-                before, step = cluster.events("lost"), cluster.status().get("step", 0)
+                before, step = cluster.events("lost"), cluster.status().step
                 network.cut(direction)
                 wait_until(lambda before=before: cluster.events("lost") > before, what="its leases to expire")
-                wait_until(lambda step=step: cluster.status().get("step", 0) > step, what="a step without it")
+                wait_until(lambda step=step: cluster.status().step > step, what="a step without it")
                 network.cut(Direction.NONE)
                 hold.unlink()
                 wait_until(lambda: running(cluster, worker), what="the worker to be used again")

@@ -66,7 +66,7 @@ class Matrix:
         return self.run
 
     def wait_step(self, run: Process, step: int = 1) -> None:
-        delivered = lambda: self.cluster.status().get("step", 0) >= step  # noqa: E731
+        delivered = lambda: self.cluster.status().step >= step  # noqa: E731
         wait_until(lambda: delivered() or run.exit_code is not None, what=f"step {step}")
         assert run.exit_code is None, run.text[-3000:]
 

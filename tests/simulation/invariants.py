@@ -3,7 +3,7 @@
 import sqlite3
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from headpond.batches import Manifest, read_manifests
 from headpond.batches.manifest import manifest_key
@@ -16,6 +16,7 @@ from headpond.ledger.sealed_files import unreleased_keys
 from headpond.ledger.state_rows import RunState
 from headpond.orchestrator.exchange import envelope
 from headpond.orchestrator.ledger.rows import JobRecord
+from headpond.records.status import Status
 from headpond.store.columns import read_columns
 from simulation.faults import OTHER_RUN
 from simulation.workers import length_of, reward_of
@@ -85,7 +86,7 @@ class Commits:
                 world.violated(f"step {step} is delivered in the ledger and has no manifest")
 
 
-def check_counts(world: "World", status: dict[str, Any]) -> None:
+def check_counts(world: "World", status: Status) -> None:
     """The counters in the memory of an orchestrator that has ended are those of its ledger's rows."""
     with schema.reading(world.config.ledger_path) as connection:
         states = queries.kept_counts(connection).states
@@ -94,10 +95,10 @@ def check_counts(world: "World", status: dict[str, Any]) -> None:
             for row in queries.open_jobs(connection)
         )
     counted = {state.value: number for state, number in states.items() if number}
-    if counted != status["states"]:
-        world.violated(f"the orchestrator counted {status['states']}, the ledger has {counted}")
+    if counted != status.states:
+        world.violated(f"the orchestrator counted {status.states}, the ledger has {counted}")
     for state in OPEN:
-        said = {queue: number for queue, number in status[f"{state}_jobs"].items() if number}
+        said = {queue: number for queue, number in getattr(status, f"{state}_jobs").items() if number}
         rows = {queue: number for (queue, in_state), number in jobs.items() if in_state == state}
         if said != rows:
             world.violated(f"the orchestrator counted {said} {state} jobs, the ledger has {rows}")

@@ -31,8 +31,10 @@ from headpond.event_loop import offload
 from headpond.inspection.audit import Scope, audit
 from headpond.orchestrator import lock, loop, release, run_dir, shutdown, start
 from headpond.orchestrator.duties import crash_points
+from headpond.orchestrator.duties.housekeeping import Troubles
 from headpond.orchestrator.exchange.redis_connection import Broker
 from headpond.orchestrator.ledger import writer
+from headpond.records.status import Status
 from headpond.store import open_store
 from headpond.store.files import FileStore
 from headpond.tasks import agreement
@@ -318,9 +320,9 @@ class World:
         if error := task.exception():
             self._stopped_by(error)
             return None
-        self.note(f"the orchestrator ended: {task.result()['phase']}")
+        self.note(f"the orchestrator ended: {task.result().phase}")
         invariants.check_counts(self, task.result())
-        return task.result()["phase"]
+        return task.result().phase
 
     def _stopped_by(self, error: BaseException) -> None:
         self.note(f"the orchestrator stopped: {_text(error)}")
@@ -329,7 +331,7 @@ class World:
             self.violated(f"the run ended with {_text(error)}")
             self.error = error
 
-    async def _orchestrate(self) -> dict[str, Any]:
+    async def _orchestrate(self) -> Status:
         """`headpond.orchestrator.start.run`, without the lock file and the HTTP endpoint."""
         config = self.config
         run_dir.create_directories(config)
@@ -337,14 +339,14 @@ class World:
         batch_phase = ESTIMATORS[config.advantages.estimator].batch is not None
         return await start._run(config, self.run, self._on_status, None, batch_phase=batch_phase, engine_check=None)
 
-    def _on_status(self, status: dict[str, Any]) -> None:
-        self._waits = status["waiting_for"]
-        self.events.update({"excluded worker (seconds)": len(status["excluded_workers"])})
+    def _on_status(self, status: Status) -> None:
+        self._waits = status.waiting_for
+        self.events.update({"excluded worker (seconds)": len(status.excluded_workers)})
         if self.loop.now > self._audited_at + AUDIT_EVERY_S:
             self._audited_at = self.loop.now
             self.later(0.0, self._audit)
-        if not status["rollouts"]["balanced"]:
-            self.violated(f"the orchestrator's counts are not balanced: {status['rollouts']}, {status['states']}")
+        if not status.rollouts["balanced"]:
+            self.violated(f"the orchestrator's counts are not balanced: {status.rollouts}, {status.states}")
 
     def _audit(self) -> None:
         """At any moment of a run."""
@@ -381,8 +383,8 @@ class World:
                 return super()._execute(commands)
 
         class SimulatedBroker(Broker):
-            def __init__(self, url: str) -> None:
-                super().__init__(url)
+            def __init__(self, url: str, troubles: Troubles) -> None:
+                super().__init__(url, troubles)
                 self.client = OrchestratorClient(world.redis)  # pyright: ignore[reportAttributeAccessIssue]
 
         def disk_of() -> Disk | None:

@@ -17,8 +17,10 @@ from bench.harness.noop.stages import NOOP, PREFIX
 from headpond.broker import redis_keys
 from headpond.inspection.audit import audit
 from headpond.inspection.run_json import ledger_path
+from headpond.inspection.run_state import last_status
 from headpond.ledger.schema import reading
 from headpond.processes.embedded_redis import EmbeddedRedis
+from headpond.records.status import Status
 from support import crash_points
 from support.forked_programs import Forked, is_program
 from support.waiting import HANG_S, wait_until
@@ -166,9 +168,8 @@ class Cluster:
         process.wait()
         return process
 
-    def status(self) -> dict[str, Any]:
-        path = self.run_dir / "status.json"
-        return json.loads(path.read_text()) if path.exists() else {}
+    def status(self) -> Status:
+        return last_status(self.run_dir)
 
     def ledger(self, query: str) -> list[tuple[Any, ...]]:
         with reading(ledger_path(self.run_dir)) as connection:
@@ -187,7 +188,7 @@ class Cluster:
 
     def wait_waiting_for(self, text: str) -> None:
         """Wait until the status reports `text` among the reasons why the run waits."""
-        reported = lambda: any(text in cause for cause in self.status().get("waiting_for", []))  # noqa: E731
+        reported = lambda: any(text in cause for cause in self.status().waiting_for)  # noqa: E731
         wait_until(reported, what=f"the status to report: {text}")
 
     def audit(self) -> dict[str, Any]:

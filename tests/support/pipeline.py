@@ -108,7 +108,7 @@ def hashes(trainer: Process) -> dict[int, str]:
 
 def wait_state(cluster: Cluster, state: str, at_least: int = 1) -> None:
     what = f"{at_least} rollouts to be {state}"
-    wait_until(lambda: cluster.status().get("states", {}).get(state, 0) >= at_least, what=what)
+    wait_until(lambda: cluster.status().states.get(state, 0) >= at_least, what=what)
 
 
 @contextmanager

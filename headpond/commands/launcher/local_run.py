@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import json
 import logging
 import os
 import shutil
@@ -10,7 +9,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from headpond.batches.signals import read_status
 from headpond.commands.facts import Fact, counted
@@ -24,7 +23,9 @@ from headpond.commands.output import StatusCallback
 from headpond.config import RunConfig
 from headpond.errors import RunError, RunLocked
 from headpond.inspection import up_file
+from headpond.inspection.run_state import last_status
 from headpond.orchestrator.run_dir import explained
+from headpond.records.status import Status
 
 logger = logging.getLogger("headpond.up")
 
@@ -71,7 +72,7 @@ class LocalRun:
         self._began_at = time.time()
         self._dashboard = ""
         self._written_ends: list[up_file.EndedProcess] | None = None
-        self.status: dict[str, Any] = {}
+        self.status: Status | None = None
         self.stopped_by = ""
         """why the run was drained before its last step"""
 
@@ -128,7 +129,7 @@ class LocalRun:
             supervisor.start(parts.sessions(port))
             supervisor.add_variables(HEADPOND_SESSIONS__URLS=f"http://127.0.0.1:{port}")
         if not joined:
-            supervisor.start(parts.orchestrator(lambda since: bool(self._read_status(since))))
+            supervisor.start(parts.orchestrator(lambda since: self._read_status(since) is not None))
         for worker in parts.workers(settings, self._workers, os.cpu_count() or 1):
             supervisor.start(worker)
         if joined:
@@ -144,7 +145,7 @@ class LocalRun:
         supervisor.start(parts.dashboard(str(self._run_dir), port))
 
     def _is_done(self) -> bool:
-        return self._read_status().get("phase") == DONE
+        return (status := self._read_status()) is not None and status.phase == DONE
 
     def _is_over(self) -> bool:
         supervisor = self._supervisor
@@ -208,10 +209,10 @@ class LocalRun:
             on_status(status)
         if self.status and time.monotonic() - self._logged_at > LOG_EVERY_S:
             self._logged_at = time.monotonic()
-            waiting = "".join(f" waiting_for={cause!r}" for cause in self.status["waiting_for"])
+            waiting = "".join(f" waiting_for={cause!r}" for cause in self.status.waiting_for)
             logger.info(
                 "action=progress step=%d/%d rollouts_per_s=%.1f%s",
-                self.status["step"], self.status["steps"], self.status["rollouts_per_s"], waiting,
+                self.status.step, self.status.steps, self.status.rollouts_per_s, waiting,
             )  # fmt: skip
 
     def _write_ends(self) -> None:
@@ -244,13 +245,10 @@ class LocalRun:
         if self._supervisor.ready("dashboard"):
             yield Fact("dashboard", self._dashboard)
 
-    def _read_status(self, since: float | None = None) -> dict[str, Any]:
-        """The status that was written since then, or since this run began; empty before."""
-        try:
-            status = json.loads((self._run_dir / "status.json").read_bytes())
-        except (OSError, ValueError):
-            return {}
-        return status if status["at"] >= (since or self._began_at) else {}
+    def _read_status(self, since: float | None = None) -> Status | None:
+        """Return the status that was written since then, or since this run began."""
+        status = last_status(self._run_dir)
+        return status if (status.at or 0.0) >= (since or self._began_at) else None
 
     def _raise_refusal(self) -> None:
         """Raise the error with which the orchestrator has ended the run."""

@@ -35,9 +35,9 @@ PAGE_MOST = 200
 STEPS_SHOWN = 12
 # An answer of `why` is repeated for this long.
 WHY_S = 3.0
-FROM_STATUS = ("phase", "at", "running_s", "step", "steps", "policy_version", "rollouts_per_s", "tokens_per_s",
+FROM_STATUS = {"phase", "at", "running_s", "step", "steps", "policy_version", "rollouts_per_s", "tokens_per_s",
                "queued", "waiting_jobs", "submitted_jobs", "running_by_worker", "excluded_workers", "replicas",
-               "stored_bytes", "notes", "evaluations", "process", "http")  # fmt: skip
+               "stored_bytes", "notes", "evaluations", "process", "http"}  # fmt: skip
 CURVE_KEYS = ("reward_mean", "played_reward_mean", "completion_tokens/mean", "rollouts_per_s", "tokens_per_s",
               "staleness_mean", "staleness_max", "entropy", "trainer/kl", "trainer/entropy", "filtered_rate",
               "time/step_s")  # fmt: skip
@@ -96,25 +96,23 @@ class RunView:
             "path": str(self.path),
             "run": run,
             "state": state,
-            "step": status.get("step"),
-            "steps": status.get("steps"),
+            "step": status.step,
+            "steps": status.steps,
         }
 
     def overview(self) -> dict[str, Any]:
         status = last_status(self.path)
         state = state_of(self.path, status)
         self._curves.read()
-        lags = dict(status.get("other_loops") or {})
-        if "event_loop_lag" in status:
-            lags = {"orchestrator": status["event_loop_lag"], **lags}
+        lags = {"orchestrator": status.event_loop_lag} if status.event_loop_lag else {}
         return {
             "name": self.name,
             "run": self._identity()["run"],
             "state": state,
             "status_age_s": status_age_s(status),
-            "waiting_for": status["waiting_for"] if state is State.RUNNING else why_idle(self.path, state, status),
-            "status": {key: status[key] for key in FROM_STATUS if key in status},
-            "lags": lags,
+            "waiting_for": status.waiting_for if state is State.RUNNING else why_idle(self.path, state, status),
+            "status": status.model_dump(include=FROM_STATUS, exclude_unset=True),
+            "lags": lags | status.other_loops,
             "last_steps": self._curves.last(STEPS_SHOWN),
             "trainer": self._trainer(),
             **self._counts(),
@@ -139,7 +137,7 @@ class RunView:
                     "ledger_error": None,
                 }
         except LedgerError as error:
-            return {"rollouts": last_status(self.path).get("rollouts"), "deaths": [], "ledger_error": str(error)}
+            return {"rollouts": last_status(self.path).rollouts or None, "deaths": [], "ledger_error": str(error)}
 
     def curves(self, keys: list[str]) -> dict[str, Any]:
         complete = self._curves.read()

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.processes import MarkedProcesses
@@ -26,6 +25,8 @@ from headpond.commands.main import app
 from headpond.commands.modules import TEMPLATES
 from headpond.demo import tiny_moe
 from headpond.errors import ConfigError
+from headpond.inspection.run_state import last_status
+from headpond.records.status import Status
 
 HEADPOND = str(Path(sys.executable).parent / "headpond")
 SMALL = ["--rollouts-per-step", "24"]
@@ -44,12 +45,11 @@ class MarkedDemos(MarkedProcesses):
         self.demos.append(demo)
         return demo
 
-    def status(self, run: str = "demo-1") -> dict[str, Any]:
-        path = self.directory / "runs" / run / "status.json"
-        return json.loads(path.read_text()) if path.exists() else {}
+    def status(self, run: str = "demo-1") -> Status:
+        return last_status(self.directory / "runs" / run)
 
     def wait_running(self) -> None:
-        running = lambda: self.status().get("states", {}).get("running")  # noqa: E731
+        running = lambda: self.status().states.get("running")  # noqa: E731
         wait_until(running, what="running rollouts")
 
 
@@ -177,11 +177,11 @@ def test_a_demo_that_reaches_its_time_limit_drains(marked: MarkedDemos) -> None:
 @pytest.mark.slow
 def test_a_demo_that_was_stopped_is_resumed_by_its_configuration(marked: MarkedDemos) -> None:
     demo = marked.start("--steps", "1000")
-    wait_until(lambda: marked.status().get("step"), what="a step")
+    wait_until(lambda: marked.status().step, what="a step")
     demo.send_signal(signal.SIGTERM)
     _, err = demo.communicate(timeout=HANG_S)
     assert demo.returncode == 128 + signal.SIGTERM, err
-    steps = marked.status()["step"] + 2
+    steps = marked.status().step + 2
     command = [HEADPOND, "up", "runs/demo-1/demo.toml", "--steps", str(steps), "--json"]
     done = subprocess.run(command, env=marked.env, cwd=marked.directory, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -113,7 +113,7 @@ def test_an_engine_that_was_away_is_checked_before_the_first_rollout(
         cluster.compute_worker()
         orchestrator = cluster.orchestrator(HEADPOND_ENGINE__CHECK="true")
         cluster.wait_waiting_for("rollouts begin when it answers and has been checked")
-        wait_until(lambda: cluster.status()["states"].get("planned"), what="rollouts to be planned")
+        wait_until(lambda: cluster.status().states.get("planned"), what="rollouts to be planned")
         engine = EngineProcess(tmp_path, "--port", str(port), *flags)
         try:
             if passes:

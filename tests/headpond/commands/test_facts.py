@@ -1,14 +1,15 @@
 import pytest
 
 from headpond.commands import facts
+from headpond.records.status import Status
 
 ROLLOUTS = {"planned": 1050, "delivered": 1000, "filtered": {"gibberish": 20, "zero_variance": 10}, "in_flight": 15,
             "dead": 5, "fenced": 2}  # fmt: skip
 
 
 def test_progress_of_a_status() -> None:
-    status = {"step": 3, "steps": 10, "rollouts": ROLLOUTS, "rollouts_per_s": 12.34, "tokens_per_s": 4567.8,
-              "states": {"running": 10, "admitted": 5, "delivered": 1000, "dead": 5, "filtered": 30}}  # fmt: skip
+    states = {"running": 10, "admitted": 5, "delivered": 1000, "dead": 5, "filtered": 30}
+    status = Status(step=3, steps=10, rollouts=ROLLOUTS, rollouts_per_s=12.34, tokens_per_s=4567.8, states=states)
     assert {label: text for label, text, _ in facts.progress(status)} == {
         "steps": "3 of 10 delivered",
         "rollouts": "1,050 planned = 1,000 delivered + 30 filtered + 15 in flight + 5 dead; 2 fenced",
@@ -25,7 +26,7 @@ def test_what_a_terminal_would_obey_is_named_by_its_number() -> None:
 
 
 def test_unknown_numbers_are_omitted() -> None:
-    assert list(facts.progress({"steps": None, "rollouts": None})) == []
+    assert list(facts.progress(Status())) == []
 
 
 def test_the_busiest_workers_come_first_and_the_others_are_counted() -> None:

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from headpond.commands.facts import Fact
 from headpond.commands.live import ConsoleHandler, LiveView, view
+from headpond.records.status import Status
 
 STATUS: dict[str, Any] = {
     "run": "0badcafe", "phase": "running", "running_s": 75.0, "step": 3, "steps": 10, "rollouts_per_s": 12.5,
@@ -24,7 +25,7 @@ STATUS: dict[str, Any] = {
 
 def drawn(status: dict[str, Any], width: int = 100, more_facts: Iterable[Fact] = ()) -> str:
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None, highlight=False)
-    console.print(view(status, more_facts))
+    console.print(view(Status.model_validate(status), more_facts))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -96,7 +97,7 @@ def test_a_stopped_terminal_does_not_block_the_run(monkeypatch: pytest.MonkeyPat
         with LiveView(Console(file=file, force_terminal=True, width=100)) as shown:
             for number in range(10_000):
                 logging.getLogger("headpond").warning("action=test number=%d", number)
-                shown.update(STATUS | {"step": number})
+                shown.update(Status.model_validate(STATUS | {"step": number}))
             reader.start()
     reader.join()
     os.close(keyboard)

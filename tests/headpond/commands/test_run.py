@@ -19,6 +19,7 @@ from headpond.inspection import status
 from headpond.orchestrator import run_dir
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.processes.embedded_redis import EmbeddedRedis
+from headpond.records.status import Status
 
 HEADPOND = str(Path(sys.executable).parent / "headpond")
 ROOT = str(Path(__file__).parents[3])
@@ -59,8 +60,7 @@ def surveyed(environment: dict[str, str]) -> None:
 
 def queued(directory: Path) -> bool:
     """Whether the status shows every rollout as submitted."""
-    result = status.status(directory) if (directory / "status.json").exists() else {}
-    return result.get("states") == {"submitted": 48}
+    return (directory / "status.json").exists() and status.status(directory).states == {"submitted": 48}
 
 
 def test_on_a_terminal_the_run_has_a_live_view_and_a_summary(environment: dict[str, str], tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_on_a_terminal_the_run_has_a_live_view_and_a_summary(environment: dict[s
 
 
 def test_the_summary_says_how_the_reward_went_and_what_rollouts_died_of() -> None:
-    status = {"run": "r", "phase": "done", "running_s": 1.0, "step": 3, "steps": 3, "notes": [], "losses": {}}
+    status = Status(run="r", phase="done", running_s=1.0, step=3, steps=3)
     result = {"planned": 8, "delivered": 6, "filtered": {}, "in_flight": 0, "dead": 2, "problems": [], "balanced": True}
     result |= {"steps": 3, "delivered_steps": 3, "manifests_from": 0, "files_from": 0}
     result["dead_jobs"] = [{"kind": "rollout", "jobs": 2, "error": "no such file"}]

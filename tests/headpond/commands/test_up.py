@@ -8,12 +8,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.processes import MarkedProcesses
 from support.terminal import Terminal
 from support.waiting import HANG_S, wait_until
+
+from headpond.inspection.run_state import last_status
+from headpond.records.status import Status
 
 HEADPOND = str(Path(sys.executable).parent / "headpond")
 ROOT = Path(__file__).parents[3]
@@ -41,6 +43,8 @@ use = "paced:Paced"
 PACED = """
 import asyncio, random
 from headpond import Score
+from headpond.inspection.run_state import last_status
+from headpond.records.status import Status
 
 class Paced:
     def __init__(self, seconds: float = 0.3) -> None:
@@ -92,12 +96,11 @@ class Started(MarkedProcesses):
         self.ups.append(up)
         return up
 
-    def status(self) -> dict[str, Any]:
-        path = self.run_dir / "status.json"
-        return json.loads(path.read_text()) if path.exists() else {}
+    def status(self) -> Status:
+        return last_status(self.run_dir)
 
     def wait_step(self, at_least: int = 1) -> None:
-        wait_until(lambda: self.status().get("step", 0) >= at_least, what=f"step {at_least}")
+        wait_until(lambda: self.status().step >= at_least, what=f"step {at_least}")
 
     def assert_clean(self) -> None:
         """No process is left, and no file outside the run directory."""
@@ -126,7 +129,7 @@ def test_a_worker_that_dies_is_started_again_and_ctrl_c_drains(started: Started)
         os.kill(parent, signal.SIGKILL)
         wait_until(lambda: "compute was killed by signal 9" in terminal.text, what="the view to name the death")
         wait_until(lambda: "started again 1 time" in terminal.text, what="the view to name the restart")
-        started.wait_step(started.status()["step"] + 3)
+        started.wait_step(started.status().step + 3)
         terminal.press("\x03")
         assert terminal.wait() == 0
     assert re.search("action=died process=compute .*signal 9; .*started again in 1 s", terminal.text)
@@ -135,7 +138,7 @@ def test_a_worker_that_dies_is_started_again_and_ctrl_c_drains(started: Started)
     assert "resume" in terminal.text
     assert "Traceback" not in terminal.text
     started.assert_clean()
-    assert started.status()["rollouts"]["balanced"]
+    assert started.status().rollouts["balanced"]
 
 
 def test_why_names_a_trainer_that_ended_in_the_middle(started: Started) -> None:
@@ -178,12 +181,12 @@ def test_the_same_command_resumes_and_a_finished_run_leaves_no_redis(started: St
     assert "stopped before its last step" in out
     before = started.status()
     assert (started.run_dir / "redis").exists()
-    steps = before["step"] + 2
+    steps = before.step + 2
     second = started.start("--steps", str(steps), "--json")
     out, err = second.communicate(timeout=HANG_S)
     assert second.returncode == 0, err
     ended = json.loads(out)
-    assert (ended["run"], ended["step"], ended["phase"]) == (before["run"], steps, "done")
+    assert (ended["run"], ended["step"], ended["phase"]) == (before.run, steps, "done")
     assert ended["audit"]["balanced"]
     assert set(ended["restarts"].values()) == {0}
     assert not (started.run_dir / "redis").exists()
@@ -195,12 +198,12 @@ def test_the_same_command_resumes_and_a_finished_run_leaves_no_redis(started: St
 def test_nothing_is_left_when_it_is_killed_or_stopped_at_once(started: Started, ending: str) -> None:
     started.write(RUN + HELD)
     up = started.start()
-    wait_until(lambda: started.status().get("states", {}).get("running"), what="running rollouts")
+    wait_until(lambda: started.status().states.get("running"), what="running rollouts")
     if ending == "SIGKILL":
         up.kill()
     else:
         up.send_signal(signal.SIGINT)
-        wait_until(lambda: started.status().get("phase") == "draining", what="draining")
+        wait_until(lambda: started.status().phase == "draining", what="draining")
         up.send_signal(signal.SIGINT)
         assert up.wait(HANG_S) == 0
     started.assert_clean()
@@ -256,7 +259,7 @@ def test_modules_beside_run_toml_may_have_names_of_our_folders(started: Started)
     up = started.start()
     out, err = up.communicate(timeout=HANG_S)
     assert up.returncode == 0, out + err
-    assert started.status()["step"] == 2
+    assert started.status().step == 2
     rows = (started.run_dir / "metrics.jsonl").read_text().splitlines()
     assert all(f"e{number}" in rows[0] for number in range(len(modules)))
 

@@ -1,11 +1,18 @@
 import re
 import socket
+from functools import partial
+from typing import Any
 
 from support.raw_server import http_response, raw_server
 from support.waiting import HANG_S
 
 from headpond.inspection.run_state import State
+from headpond.inspection.status import Seen
 from headpond.inspection.why import of_a_stopped_run, of_the_end, of_the_step, why_silent, workers_seen
+
+
+def seen(state: State = State.RUNNING, status_age_s: float = 0.5, **values: Any) -> Seen:
+    return Seen(run_dir="", state=state, status_age_s=status_age_s, redis={}, ledger={}, **values)
 
 
 def test_any_http_response_is_an_answer() -> None:
@@ -29,18 +36,20 @@ def test_a_closed_port_is_named() -> None:
 
 
 def test_a_run_with_all_its_steps_waits_for_no_further_one() -> None:
-    seen, groups = {"step": 59, "steps": 60}, {"waits_for": "groups", "groups": []}
-    assert of_the_step(seen, groups | {"step": 59}) == ["step 59 waits for its first groups"]
-    (cause,) = of_the_step(seen | {"step": 60}, groups | {"step": 60})
+    groups = {"waits_for": "groups", "groups": []}
+    assert of_the_step(seen(step=59, steps=60), groups | {"step": 59}) == ["step 59 waits for its first groups"]
+    (cause,) = of_the_step(seen(step=60, steps=60), groups | {"step": 60})
     assert cause.startswith("all 60 steps are delivered: the run ends when")
 
 
 def test_a_complete_run_is_done_whatever_its_notes_say() -> None:
-    seen = {"state": State.DONE, "step": 60, "steps": 60, "notes": ["the store keeps 3.0 GB of delivered steps"]}
-    assert of_the_end(seen) == ["the run is done: 60 of 60 steps are delivered"]
+    ended = partial(seen, State.DONE, steps=60)
+    assert of_the_end(ended(step=60, notes=["the store keeps 3.0 GB of delivered steps"])) == [
+        "the run is done: 60 of 60 steps are delivered"
+    ]
     used_up = ["the examples of every environment are used up after 59 of 60 steps"]
-    assert of_the_end(seen | {"step": 59, "notes": used_up}) == used_up
-    assert of_the_end(seen | {"step": 59, "notes": None}) == ["the run is done: 59 of 60 steps are delivered"]
+    assert of_the_end(ended(step=59, notes=used_up)) == used_up
+    assert of_the_end(ended(step=59)) == ["the run is done: 59 of 60 steps are delivered"]
 
 
 def test_of_a_stopped_run_only_what_was_running_is_interrupted() -> None:
@@ -61,11 +70,10 @@ def test_of_a_stopped_run_only_what_was_running_is_interrupted() -> None:
 
 def test_a_worker_that_has_gone_silent_is_shown_with_its_age_while_the_orchestrator_listens() -> None:
     said = {"kind": "rollouts", "pid": 7, "running": 0, "refused": None}
-    seen = {"state": State.RUNNING, "status_age_s": 0.5, "silent_workers": {"dead@vm": 8.5}}
-    seen |= {"present_workers": {"dead@vm": said, "alive@vm": said}}
-    ages = {node: found["last_seen_s"] for node, found in workers_seen(seen).items()}
+    values = {"silent_workers": {"dead@vm": 8.5}, "present_workers": {"dead@vm": said, "alive@vm": said}}
+    ages = {node: found["last_seen_s"] for node, found in workers_seen(seen(**values)).items()}
     assert ages == {"dead@vm": 9.0, "alive@vm": None}
-    stopped = workers_seen(seen | {"state": State.STOPPED, "status_age_s": 900.0})
+    stopped = workers_seen(seen(State.STOPPED, 900.0, **values))
     assert {found["last_seen_s"] for found in stopped.values()} == {None}
 
 
@@ -74,7 +82,7 @@ def test_a_job_that_waits_for_its_next_attempt_is_in_no_queue() -> None:
     job |= {"error": "the engine answered 500", "next": "it is submitted in 4 s"}
     group = {"group": "g0", "environment": "sums", "example": 3, "state": "play", "rollouts": {"generated": 3}}
     next_step = {"step": 7, "waits_for": "groups", "groups": [group | {"jobs": [job]}]}
-    (cause,) = of_the_step({"step": 7, "steps": 60}, next_step)
+    (cause,) = of_the_step(seen(step=7, steps=60), next_step)
     assert re.fullmatch(
         r"step 7 .*g0 \(sums, example 3\): 3 .*generated; g0-1 is waiting, .*the engine answered 500; .*4 s", cause
     )

@@ -438,8 +438,8 @@ def test_an_update_of_the_weights_is_held_until_the_evaluations_of_this_version_
     ledger: Ledger, tmp_path: Path
 ) -> None:
     scene = Scene(ledger, hold_s=60.0)
-    trainer = Trainer(configured(run_dir=tmp_path), ledger)
-    trainer.holds_update = scene.evaluations.holds_update
+    config = configured(run_dir=tmp_path, engine={"weight_update": "headpond"})
+    trainer = Trainer(config, ledger, holds_update=scene.evaluations.holds_update)
     write_policy(tmp_path, PublishedPolicy(version=1, weights="/weights/1"))
     asyncio.run(trainer.read())
     jobs = scene.jobs()

@@ -1,24 +1,25 @@
 import pytest
 from support.waiting import Clock
 
+from headpond.orchestrator.duties.housekeeping import Troubles
 from headpond.orchestrator.exchange.gates import RETRY_FIRST_S, RETRY_MOST_S, Gate, Gates
 from headpond.tasks.stage import Outcome
 
 
 @pytest.fixture
 def gate(clock: Clock) -> Gate:
-    return Gate()
+    return Gate(Troubles())
 
 
 def test_a_gate_is_closed_while_the_engine_is_unreachable(gate: Gate) -> None:
     assert gate.open
     gate.close(Outcome.UNREACHABLE, "a", 1, "refused")
     assert not gate.open
-    assert gate.trouble is not None
-    assert "the engine cannot be reached (refused)" in gate.trouble
+    assert gate.trouble.text is not None
+    assert "the engine cannot be reached (refused)" in gate.trouble.text
     gate.reopen()
     assert gate.open
-    assert gate.trouble is None
+    assert gate.trouble.text is None
 
 
 def test_one_probe_at_a_time_after_a_pause(gate: Gate, clock: Clock) -> None:
@@ -64,11 +65,12 @@ def test_a_lost_probe_is_followed_by_another(gate: Gate, clock: Clock) -> None:
 
 
 def test_the_exclusion_of_the_worker_that_closed_a_gate_opens_it() -> None:
-    gates = Gates()
-    closed = gates.rollouts, gates.filtering, gates.encoding
+    troubles = Troubles()
+    gates = Gates(troubles)
+    closed = gates.all.values()
     for gate in closed:
         gate.close(Outcome.UNWRITTEN, "a", 1, "no space", node="bad")
     gates.worker_excluded("good")
-    assert len(gates.troubles) == len(closed)
+    assert len(troubles.texts()) == len(closed)
     gates.worker_excluded("bad")
-    assert gates.troubles == []
+    assert troubles.texts() == []

@@ -38,7 +38,7 @@ def refusal(started: Coroutine[Any, Any, Broker]) -> str:
 
 
 def test_the_right_password_is_accepted(guarded: EmbeddedRedis) -> None:
-    assert asyncio.run(connected(guarded.url)).trouble is None
+    assert asyncio.run(connected(guarded.url)).trouble.text is None
 
 
 def test_a_wrong_or_missing_password_is_refused_at_once(guarded: EmbeddedRedis) -> None:
@@ -73,12 +73,12 @@ def test_a_command_is_retried_until_redis_is_back(guarded: EmbeddedRedis) -> Non
         await broker.call(lambda client: client.ping())
         guarded.kill()
         call = asyncio.create_task(broker.call(lambda client: client.ping()))
-        trouble = await wait_until_async(lambda: broker.trouble)
+        trouble = await wait_until_async(lambda: broker.trouble.text)
         assert "does not answer" in trouble
         assert "hunter2" not in trouble
         guarded.restart()
         assert await call
-        assert broker.trouble is None
+        assert broker.trouble.text is None
         assert broker.outages == 1
         await broker.close()
 

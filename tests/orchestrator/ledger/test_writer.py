@@ -89,13 +89,13 @@ def test_a_full_disk_is_waited_for_and_nothing_is_lost(path: Path, monkeypatch: 
     late = threading.Event()
     with LimitedDirectory(path.parent).full(os.getpid(), "."):
         writer.put(events(1000) | count("late", 1), set_by(late))
-        trouble = wait_until(lambda: writer.trouble)
+        trouble = wait_until(lambda: writer.trouble.text)
         assert trouble.startswith(f"the ledger {path} cannot be written (")
         assert trouble.endswith("free space on its disk; nothing is lost")
         assert not late.is_set()
         assert kept(path) == []
     assert late.wait(HANG_S)
-    assert writer.trouble is None
+    assert writer.trouble.text is None
     writer.close()
     assert kept(path) == [("late", 1)]
     assert kept(path, "SELECT count(*) FROM events") == [(2000,)]
@@ -109,7 +109,7 @@ def test_a_writer_that_cannot_commit_can_be_closed(path: Path, monkeypatch: pyte
     late = threading.Event()
     with LimitedDirectory(path.parent).full(os.getpid(), "."):
         writer.put(events(1000) | count("late", 1), set_by(late))
-        wait_until(lambda: writer.trouble)
+        wait_until(lambda: writer.trouble.text)
         writer.close(timeout_s=0.1)
     assert not late.is_set(), "`committed` is called only for changes on disk"
     assert kept(path) == []

@@ -114,13 +114,13 @@ def test_an_unwritable_disk_is_waited_for(
     blocked.touch()
     for _ in range(3):
         assert not asyncio.run(sealer.seal(batch, ranks))
-    trouble = sealer.sealing.trouble or ""
+    trouble = sealer.sealing.text or ""
     assert trouble.startswith(f"cannot write a manifest to the store {store.root} (")
     assert "free space" in trouble
     assert caplog.text.count(f"action=duty_failed {trouble[:20]}") == 1
     blocked.unlink()
     assert asyncio.run(sealer.seal(batch, ranks))
-    assert sealer.sealing.trouble is None
+    assert sealer.sealing.text is None
     assert list(read_manifests(store)) == [0]
 
 

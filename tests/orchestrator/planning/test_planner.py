@@ -9,7 +9,9 @@ from headpond.batches import TrainerState
 from headpond.errors import RunError
 from headpond.ledger.states import GroupState, JobState, RolloutState
 from headpond.orchestrator.ledger.ledger import Ledger
+from headpond.orchestrator.planning.phase import RunPhase
 from headpond.orchestrator.planning.planner import AT_ONCE, Planner
+from headpond.orchestrator.shutdown import StopRequests
 from headpond.orchestrator.trainer import Trainer
 from headpond.records.rollout import RolloutResult
 from headpond.store import BlobRef
@@ -20,6 +22,10 @@ def planning(ledger: Ledger, *, examples: int = 1000, **settings: Any) -> Planne
     config = configured(**{"trainer": {"max_steps_ahead": "unlimited"}} | settings)
     ledger.state.environments["noop"].examples = examples
     return Planner(config, ledger, Trainer(config, ledger), pipeline_of(config, ledger))
+
+
+def out_of_data(ledger: Ledger, **settings: Any) -> str | None:
+    return RunPhase(configured(**settings), ledger, StopRequests()).out_of_data
 
 
 def plan_all(planner: Planner) -> None:
@@ -151,14 +157,16 @@ def test_no_group_begins_after_the_last_epoch(ledger: Ledger) -> None:
     planner = planning(ledger, examples=4, steps=10, environments=environments)
     plan_all(planner)
     assert sorted(played(ledger)) == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert planner.out_of_data is None
+    assert out_of_data(ledger, steps=10, environments=environments) is None
     for group in list(ledger.groups.values()):
         for rollout in group.rollouts:
             ledger.move(rollout, RolloutState.FILTERED, reason="zero_variance")
         ledger.enter(group, GroupState.CLOSED)
     plan_all(planner)
     assert not ledger.groups
-    assert "after 0 of 10 steps: raise environments.NAME.epochs" in (planner.out_of_data or "")
+    assert "after 0 of 10 steps: raise environments.NAME.epochs" in str(
+        out_of_data(ledger, steps=10, environments=environments)
+    )
     assert planning(ledger, examples=4, steps=10, environments={"noop": {"use": "noop", "epochs": 3}}).plan() is False
     assert len(ledger.groups) == 4
 
@@ -175,7 +183,7 @@ def test_environments_with_examples_left_take_the_place_of_those_without(ledger:
         ledger.enter(group, GroupState.CLOSED)
     plan_all(planner)
     assert Counter(group.environment for group in ledger.groups.values()) == {"noop": 12}
-    assert planner.out_of_data is None
+    assert out_of_data(ledger, steps=3, batch={"size": 4}, environments=environments) is None
 
 
 def test_groups_are_begun_one_step_beyond_those_that_may_be_sealed(ledger: Ledger) -> None:
@@ -240,11 +248,11 @@ def test_a_full_store_stops_planning_until_a_step_is_released(ledger: Ledger) ->
     ledger.deliver(ledger.compose(0, list(ledger.groups.values())))
     plan_all(planner)
     assert ledger.groups == {}
-    assert planner.trouble is None, "the trainer's files were not read yet"
+    assert planner.troubles() == [], "the trainer's files were not read yet"
     trainer.state = TrainerState(acked=-1)
-    assert re.search(r"1\.0 GB of 1 \(max_store_gb\).*step 0: .*reader\.ack\(step\)", planner.trouble or "")
+    assert re.search(r"1\.0 GB of 1 \(max_store_gb\).*step 0: .*reader\.ack\(step\)", str(planner.troubles()))
     ledger.state.delivered_bytes += -(10**9)
-    assert planner.trouble is None
+    assert planner.troubles() == []
     plan_all(planner)
     assert len(ledger.groups) == 4
 
@@ -254,7 +262,7 @@ def test_a_store_too_small_for_a_step_still_gets_that_step(ledger: Ledger) -> No
     stored(ledger, 10**9)
     plan_all(planner)
     assert len(ledger.groups) == 2
-    assert planner.trouble is None
+    assert planner.troubles() == []
 
 
 def test_a_store_full_of_kept_columns_still_gets_the_next_step(ledger: Ledger) -> None:
@@ -268,10 +276,10 @@ def test_a_store_full_of_kept_columns_still_gets_the_next_step(ledger: Ledger) -
         stored(ledger, 10**9 // 8)
     ledger.deliver(ledger.compose(0, list(ledger.groups.values())))
     plan_all(planner)
-    assert (len(ledger.groups), planner.trouble is None) == (0, False)
+    assert (len(ledger.groups), planner.troubles() == []) == (0, False)
     trainer.state = TrainerState(acked=0, checkpointed=0)
     plan_all(planner)
-    assert (len(ledger.groups), planner.trouble) == (2, None)
+    assert (len(ledger.groups), planner.troubles()) == (2, [])
 
 
 def test_dropped_rollouts_do_not_count_as_stored(ledger: Ledger) -> None:

@@ -14,6 +14,7 @@ from support.waiting import wait_until_async
 from headpond.config import RunConfig
 from headpond.event_loop.loop_lag import LoopLag
 from headpond.ledger.states import GroupState
+from headpond.orchestrator.duties.slices import repeat
 from headpond.orchestrator.exchange.redis_connection import Broker
 from headpond.orchestrator.ledger import rebuild
 from headpond.orchestrator.ledger.ledger import Ledger
@@ -41,7 +42,7 @@ class Run:
         return self.ledger.compose(step, groups)
 
     async def deliver(self, batch: BatchRecord) -> None:
-        self.metrics.measure(batch, [])
+        self.metrics.measure(batch, [], await self.metrics.of_rollouts(batch))
         self.ledger.deliver(batch)
         await self.ledger.committed()
 
@@ -54,7 +55,7 @@ def test_every_delivered_step_has_its_line(tmp_path: Path) -> None:
         run = Run(tmp_path)
         for _ in range(3):
             await run.deliver(run.compose())
-            assert await run.metrics.write()
+            await run.metrics.write()
         run.ledger.close()
         assert [(line["step"], line["rollouts"], line["reward_mean"]) for line in run.lines()] == [
             (0, 8, 1.5), (1, 8, 1.5), (2, 8, 1.5)]  # fmt: skip
@@ -67,19 +68,19 @@ def test_a_step_whose_policy_failed_in_half_of_the_rollouts_is_noted_until_the_n
     async def main() -> None:
         run = Run(tmp_path)
         await run.deliver(run.compose())
-        assert run.metrics.notes == []
+        assert run.metrics.notes() == []
         batch = run.compose(policy_error="no number in 'My secret is 7'")
         await run.deliver(batch)
         run.ledger.close()
         noted = "4 of 8 rollouts of step 1 ended with a failure of the policy, such as a time-out: `headpond why {} {}`"
-        (note,) = run.metrics.notes
+        (note,) = run.metrics.notes()
         assert note.startswith(noted.format(run.config.run_dir, f"{batch.groups[1].id}-0"))
         assert "secret" not in note, "the policy's own words are not for a status"
         resumed = Run(tmp_path)
-        (note,) = resumed.metrics.notes
+        (note,) = resumed.metrics.notes()
         assert note.startswith(noted.format(run.config.run_dir, "ROLLOUT"))
         await resumed.deliver(resumed.compose())
-        assert resumed.metrics.notes == []
+        assert resumed.metrics.notes() == []
         resumed.ledger.close()
 
     asyncio.run(main())
@@ -207,13 +208,13 @@ def test_an_unwritable_file_is_reported_and_tried_again(tmp_path: Path) -> None:
     async def main() -> None:
         run = Run(tmp_path)
         run.config.run_dir.joinpath("metrics.jsonl").touch()
-        writing = asyncio.create_task(run.metrics.run())
+        writing = asyncio.create_task(repeat(run.metrics.write, 0.1))
         with LimitedDirectory(tmp_path).full(0, "run"):
             await run.deliver(run.compose())
-            trouble = await wait_until_async(lambda: run.metrics.writing.trouble, what="the trouble to be reported")
+            trouble = await wait_until_async(lambda: run.metrics.writing.text, what="the trouble to be reported")
             assert re.search(r"metrics\.jsonl .*Not a directory.*free space", trouble)
             await run.deliver(run.compose())
-        await wait_until_async(lambda: not run.metrics.writing.trouble, what="the next try")
+        await wait_until_async(lambda: not run.metrics.writing.text, what="the next try")
         assert [line["step"] for line in run.lines()] == [0, 1]
         writing.cancel()
         run.ledger.close()
@@ -277,7 +278,7 @@ def test_lines_that_cannot_be_written_for_long_fill_neither_memory_nor_ledger(
             await run.deliver(run.compose())
         unwritten = [row.line for row in run.ledger.state.metrics_lines.values()]
         assert [json.loads(line)["step"] for line in unwritten] == [2, 3]
-        assert await run.metrics.write()
+        await run.metrics.write()
         run.ledger.close()
         assert [line["step"] for line in run.lines()] == [0, 1, 2, 3]
         assert ["reward_mean" in line for line in run.lines()] == [False, False, True, True]

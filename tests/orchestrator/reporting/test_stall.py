@@ -5,6 +5,7 @@ from support.waiting import Clock
 
 from headpond.config import RunConfig
 from headpond.errors import RunError
+from headpond.orchestrator.duties.housekeeping import Troubles
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.reporting.stall import LOOK_MOST_S, StallWatch
 from headpond.orchestrator.trainer import Trainer
@@ -12,7 +13,9 @@ from headpond.orchestrator.trainer import Trainer
 
 def watch(tmp_path: Path, ledger: Ledger, stall_s: float | None = 5.0) -> StallWatch:
     config = RunConfig.model_validate({"run_dir": tmp_path, "recovery": {"stall_s": stall_s}})
-    return StallWatch(config, ledger, Trainer(config, ledger), lambda: ["the engine cannot be reached"])
+    troubles = Troubles()
+    troubles.add(lambda: ["the engine cannot be reached"])
+    return StallWatch(config, ledger, Trainer(config, ledger), troubles)
 
 
 def test_no_progress_ends_the_run_with_what_it_waits_for(tmp_path: Path, ledger: Ledger, clock: Clock) -> None:

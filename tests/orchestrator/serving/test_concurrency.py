@@ -105,7 +105,8 @@ def test_the_replicas_are_asked_and_the_planner_begins_no_more_than_the_limit(tm
                 rollouts=Rollouts(adapt_in_flight=adapts),
             )
             ledger = Ledger(tmp_path / "ledger.sqlite")
-            watch = LoadWatch(config, ledger, [Replica(url=url) for url in config.engine.urls])
+            replicas = [Replica(url=url) for url in config.engine.urls]
+            watch = LoadWatch(config, ledger, replicas)
             watching = asyncio.create_task(watch.run())
             try:
                 await wait_until_async(lambda: not adapts or watch.limit.value < watch.limit.most)
@@ -116,6 +117,6 @@ def test_the_replicas_are_asked_and_the_planner_begins_no_more_than_the_limit(tm
             assert watch.status() == ({server.url: {"running": 10, "waiting": 90, "cache_use": 0}} if adapts else {})
         assert watch.limit.value == (watch.limit.least if adapts else 1024)
         assert watch.limit.least == 2 * config.rollouts.group_size
-        assert bool(watch.notes) is adapts
+        assert bool(watch.limit.notes()) is adapts
 
     asyncio.run(main())

@@ -32,10 +32,10 @@ def checked(directory: Path, monkeypatch: pytest.MonkeyPatch, *answers: dict[str
     async def main() -> None:
         check = EngineCheck(configured(engine={"urls": [server.url]}), [sys.executable, "-c", CHILD, str(file)])
         assert check.pending
-        assert "rollouts begin when" in str(check.trouble)
+        assert "rollouts begin when" in str(check.troubles())
         async with asyncio.timeout(60):
             await check.run()
-        assert (check.pending, check.trouble) == (False, None)
+        assert (check.pending, check.troubles()) == (False, [])
 
     with serving(lambda _: Response(body=b"{}")) as server:
         run(main)

@@ -18,6 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
+from headpond.records.status import Status
 from support.cluster import BIN, Cluster, Process, toml
 from support.fault_shim import Faults
 from support.partitions import Links
@@ -166,22 +167,22 @@ class World:
                 return
             time.sleep(POLL_S)
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Status:
         return self.cluster.status()
 
     def generated(self) -> int:
-        rollouts = self.status().get("rollouts", {})
+        rollouts = self.status().rollouts
         return rollouts.get("planned", 0) - rollouts.get("in_flight", 0)
 
     def step(self) -> int:
-        return self.status().get("step", 0)
+        return self.status().step
 
     def progressed(self) -> None:
         enough = self.generated() + self.random.randrange(*self.progress)
         self.wait(lambda: self.generated() > enough, "progress")
 
     def waits_for(self, text: str) -> bool:
-        return any(text in cause for cause in self.status().get("waiting_for", []))
+        return any(text in cause for cause in self.status().waiting_for)
 
     def lost(self) -> int:
         return self.cluster.events("lost")
