@@ -116,6 +116,7 @@ class Components:
         config, run, ledger = self.config, self.run_id, self.ledger
         self.lags = LagPoller(self.broker, own=PROCESS)
         self.metrics = Metrics(config, ledger, self.lag, self.lags, troubles)
-        self.sinks = Sinks(config, run, troubles)
+        self.sinks = Sinks(config, run)
+        troubles.notes.add(lambda: self.sinks.notes)
         self.reporter = Reporter(self, troubles, http_url, on_status)
         self.stall = StallWatch(config, ledger, self.trainer, troubles)

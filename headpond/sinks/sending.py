@@ -13,7 +13,6 @@ from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import AsyncIterator
 
 from headpond.config import RunConfig
-from headpond.orchestrator.duties.housekeeping import Troubles
 from headpond.processes.privacy import inherited_variables
 
 logger = logging.getLogger("headpond.sinks")
@@ -25,7 +24,7 @@ MODULE = "headpond.sinks.process"
 
 
 class Sinks:
-    def __init__(self, config: RunConfig, run: str, troubles: Troubles | None = None) -> None:
+    def __init__(self, config: RunConfig, run: str) -> None:
         self._run_dir = config.run_dir.resolve()
         settings = config.metrics
         name = settings.name or self._run_dir.name
@@ -33,7 +32,7 @@ class Sinks:
         self._environment = inherited_variables() | {"PYTHONSAFEPATH": "1"}
         self._wanted = settings.sinks
         self._patience_s = 0.0
-        self.note = (troubles or Troubles()).notes.entry()
+        self.notes: list[str] = []
         """why steps are not sent"""
 
     @contextlib.asynccontextmanager
@@ -59,14 +58,15 @@ class Sinks:
                 words = str(error)
             names = ", ".join(self._wanted)
             if words:
-                then = "metrics.jsonl has them, and they are sent later"
-                self.note.text = f"steps are not sent to {names} ({words}); {then}"
+                self.notes = [
+                    f"steps are not sent to {names} ({words}); metrics.jsonl has them, and they are sent later"
+                ]
                 logger.error("action=sinks_failed sinks=%s error=%s", names, words)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RETRY_S):
                     await ended.wait()
                 return
-            self.note.text = None
+            self.notes = []
 
     async def _send(self, ended: asyncio.Event) -> str | None:
         """From a process of its own until it fails, or until the run has ended and the last lines are sent. Why it

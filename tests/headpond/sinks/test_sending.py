@@ -22,8 +22,8 @@ def test_a_sink_whose_package_is_missing_costs_the_run_nothing_and_sees_no_secre
 
     async def run() -> None:
         async with sinks.sending():
-            await wait_until_async(lambda: bool(sinks.note.text))
-        assert re.search(r"wandb .*metrics\.sinks .*pip install wandb \(not here\)", sinks.note.text or "")
+            await wait_until_async(lambda: bool(sinks.notes))
+        assert re.search(r"wandb .*metrics\.sinks .*pip install wandb \(not here\)", sinks.notes[0])
 
     asyncio.run(run())
 
