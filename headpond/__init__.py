@@ -99,8 +99,7 @@ MODULES = {
     "tool": "headpond.environments.tools",
     "graded": "headpond.environments.grading",
     "run_program": "headpond.environments.agent_program",
-}
-"""Public name -> its module. Names that are not here are in `headpond.errors`."""
+}  # Public name -> its module. Names that are not here are in `headpond.errors`.
 
 
 if not os.path.isdir(os.path.join(os.path.dirname(__file__), "tasks")):  # noqa: PTH112, PTH118, PTH120  # pathlib is slow

@@ -38,14 +38,13 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 if TYPE_CHECKING:
     from headpond.replica_use import ReplicaUse
 
-UNWRITTEN = 507
-"""HTTP status of a session server's response if the store cannot be written."""
+UNWRITTEN = 507  # HTTP status of a session server's response if the store cannot be written.
 T = TypeVar("T")
 
 
 class HeadpondError(Exception):
+    # The ended rollout's use of the engine, by replica.
     replica_uses: "Mapping[str, ReplicaUse] | None" = None
-    """The ended rollout's use of the engine, by replica."""
 
 
 class ConfigError(HeadpondError):
@@ -138,8 +137,7 @@ class Upstream(SessionError):
 
 class Aborted(Upstream):
     status_code = 503
-    sampled_tokens: int = 0
-    """Tokens of the completion, which is thrown away."""
+    sampled_tokens: int = 0  # Tokens of the completion, which is thrown away.
 
 
 class Full(SessionError):

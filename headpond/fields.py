@@ -20,11 +20,10 @@ Per = Literal["token", "sample"]
 FieldType = Literal["f32", "f64", "i32", "i64", "u8"]
 
 DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(f"{name[0]}{int(name[1:]) // 8}") for name in FieldType.__args__}
+# Kind of a field's dtype -> kinds of the values that it accepts.
 CONVERTIBLE = {"f": "fiub", "i": "iub", "u": "iub"}
-"""Kind of a field's dtype -> kinds of the values that it accepts."""
+# Kind of a NumPy dtype -> its name in an error, for kinds that NumPy shows as a code like `<U4`.
 KINDS = {"U": "text", "S": "bytes", "O": "object"}
-"""Kind of a NumPy dtype -> its name in an error, for kinds that NumPy shows as a code like
-`<U4`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +32,7 @@ class TrainerField:
     source: FieldSource = "score"
     per: Per = "token"
     dtype: FieldType = "f32"
-    default: float | None = 0
-    """None: every turn, or every score, must have a value."""
+    default: float | None = 0  # None: every turn, or every score, must have a value.
 
     @property
     def setting(self) -> str:
@@ -78,14 +76,11 @@ class FieldValues:
     """A rollout's values for the declared fields."""
 
     declared: tuple[TrainerField, ...] = ()
-    score: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """`Score.columns`."""
+    score: Mapping[str, Any] = field(default_factory=dict[str, Any])  # `Score.columns`.
+    # `Completion.fields` by turn.
     turns: Mapping[int, Mapping[str, Any]] = field(default_factory=dict[int, Mapping[str, Any]])
-    """`Completion.fields` by turn."""
-    required: bool = True
-    """False for a rollout that failed: its loss mask is 0."""
-    turn_rewards: Sequence[float] | None = None
-    """`Score.turn_rewards`."""
+    required: bool = True  # False for a rollout that failed: its loss mask is 0.
+    turn_rewards: Sequence[float] | None = None  # `Score.turn_rewards`.
 
 
 NO_FIELDS = FieldValues()

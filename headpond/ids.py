@@ -62,8 +62,7 @@ class GroupId(NamedTuple):
 
 class RolloutId(NamedTuple):
     group: str
-    number: int
-    """The rollout's index in the group."""
+    number: int  # The rollout's index in the group.
 
     def __str__(self) -> str:
         return f"{self.group}-{self.number}"
@@ -154,8 +153,7 @@ class LeaseId(NamedTuple):
 class LeaseValue(NamedTuple):
     worker: str
     beat: int
-    replica: str | None = None
-    """The engine's replica that a request of the rollout waits for."""
+    replica: str | None = None  # The engine's replica that a request of the rollout waits for.
 
     def __str__(self) -> str:
         return f"{self.worker}:{self.beat}{f'@{self.replica}' if self.replica else ''}"

@@ -8,20 +8,18 @@ from dataclasses import dataclass
 REPLICAS_LIMIT = 3  # Most replicas in one reply. A rollout leaves its replica only if that fails.
 URL_CHARACTERS = 80
 
+# Replicas that requests of this rollout wait for, the newest last. The rollout's lease names that
+# one, for `headpond why`.
 ASKED: ContextVar[list[str] | None] = ContextVar("ASKED", default=None)
-"""Replicas that requests of this rollout wait for, the newest last. The rollout's lease names
-that one, for `headpond why`."""
 
 
 @dataclass(kw_only=True)
 class ReplicaUse:
-    tokens: int = 0
-    """Tokens sampled in responses that were used."""
-    seconds: float = 0.0
-    """Duration of these responses."""
+    tokens: int = 0  # Tokens sampled in responses that were used.
+    seconds: float = 0.0  # Duration of these responses.
+    # Tokens sampled and thrown away, or computed again by another replica, because this one
+    # failed.
     lost_tokens: int = 0
-    """Tokens sampled and thrown away, or computed again by another replica, because this one
-    failed."""
 
 
 class Usage:

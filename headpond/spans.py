@@ -10,19 +10,17 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Literal, NamedTuple
 
-SPANS_MOST = 500
-"""Most spans of one rollout: 30 kB in its columns. Later ones are dropped."""
+SPANS_MOST = 500  # Most spans of one rollout: 30 kB in its columns. Later ones are dropped.
 NAME_CHARACTERS = 40
 
+# `rollout` is the environment's call as a whole.
 Kind = Literal["rollout", "tool", "grading", "program"]
-"""`rollout` is the environment's call as a whole."""
 
 
 class TimedSpan(NamedTuple):
     kind: str
     name: str
-    begun_at: float
-    """Start by this host's clock."""
+    begun_at: float  # Start by this host's clock.
     seconds: float
 
 

@@ -18,26 +18,25 @@ from numpy.typing import NDArray
 
 from headpond.errors import Upstream
 
-Message = dict[str, Any]
-"""A chat message with a `role`, as in OpenAI's API."""
+Message = dict[str, Any]  # A chat message with a `role`, as in OpenAI's API.
 Ids = NDArray[np.int32]
 Logprobs = NDArray[np.float32]
 Mask = NDArray[np.uint8]
+# Routed experts of consecutive tokens: `[rows, layers, topk]`.
 Rows = NDArray[np.uint8] | NDArray[np.uint16]
-"""Routed experts of consecutive tokens: `[rows, layers, topk]`."""
+# Body of a response. The next response reuses a bytearray as its buffer: copy the parts that
+# outlive it.
 Body = bytes | bytearray
-"""Body of a response. The next response reuses a bytearray as its buffer: copy the parts that
-outlive it."""
-Span = tuple[int, int]
-"""Start and end within a body, in bytes."""
+Span = tuple[int, int]  # Start and end within a body, in bytes.
 
+# Finish reason of a completion that a limit of tokens ended: `max_tokens`, or the engine's
+# context length.
 HIT_MAX_TOKENS = "length"
-"""Finish reason of a completion that a limit of tokens ended: `max_tokens`, or the engine's
-context length."""
 WIRE_DTYPES = {name: np.dtype(name) for name in ("uint8", "uint16", "uint32", "int16", "int32", "int64")}
 WIRE_RANGES = {name: (np.iinfo(dtype).min, np.iinfo(dtype).max) for name, dtype in WIRE_DTYPES.items()}
+# Levels of lists and objects in a request or a message. orjson writes 254, of which records take
+# a few.
 MAX_NESTING = 100
-"""Levels of lists and objects in a request or a message. orjson writes 254, of which records take a few."""
 
 
 def is_nested_too_deeply(text: bytes, value: Callable[[], object]) -> bool:
@@ -68,8 +67,7 @@ class Fingerprint:
 
     def __init__(self) -> None:
         self.tokens = 0
-        self.text_bytes = 0
-        """Length of `ids_text`."""
+        self.text_bytes = 0  # Length of `ids_text`.
         self._text = xxhash.xxh3_128()
         self._ids = xxhash.xxh3_128()
 
@@ -132,14 +130,14 @@ class RouteFormat:
     """Shape and type of an engine's routed rows. The configuration sets them, the first rows
     received complete them."""
 
+    # Hidden layers of the model, dense ones included. Required for SGLang's bare string,
+    # which has no shape.
     layers: int | None = None
-    """Hidden layers of the model, dense ones included. Required for SGLang's bare string, which has no shape."""
     topk: int | None = None
+    # Experts per layer. Up to 256 are stored as u8, more as u16. An unknown number, sent as
+    # wide integers, is stored as u16 too.
     experts: int | None = None
-    """Experts per layer. Up to 256 are stored as u8, more as u16. An unknown number, sent as
-    wide integers, is stored as u16 too."""
-    wire: str | None = None
-    """Integer type on the wire."""
+    wire: str | None = None  # Integer type on the wire.
     check: CheckRoutes = CheckRoutes.SAMPLE
 
     @cached_property
@@ -182,13 +180,12 @@ ANY_FORMAT = RouteFormat()
 class Routes(msgspec.Struct, frozen=True, kw_only=True):
     """The new rows of one response."""
 
-    first: int
-    """Token position of the first row."""
+    first: int  # Token position of the first row.
     rows: Rows
+    # False where the engine captured nothing; None if every row is valid.
     valid: NDArray[np.bool_] | None
-    """False where the engine captured nothing; None if every row is valid."""
+    # The format completed by these rows. Pass it to `read_turn` with the next response.
     format: RouteFormat
-    """The format completed by these rows. Pass it to `read_turn` with the next response."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,8 +193,7 @@ class SamplingMask:
     """The tokens that each completion token was drawn from: ragged, one set after the other."""
 
     ids: Ids
-    lengths: Ids
-    """Lengths of the sets, one per completion token."""
+    lengths: Ids  # Lengths of the sets, one per completion token.
 
     @classmethod
     def empty(cls) -> Self:
@@ -216,8 +212,8 @@ class OpenSample(msgspec.Struct, frozen=True, kw_only=True):
     """A sample that the next turn may extend."""
 
     sequence: Fingerprint
+    # First token position whose routed row is still needed: normally `sequence.tokens - 1`.
     rows_from: int
-    """First token position whose routed row is still needed: normally `sequence.tokens - 1`."""
 
 
 @dataclass(frozen=True)
@@ -225,8 +221,7 @@ class SaidVersion:
     """The policy version of a replica's weights at one moment."""
 
     version: int
-    exact: bool
-    """Whether the replica itself named the version."""
+    exact: bool  # Whether the replica itself named the version.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,45 +237,37 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a sample that one response adds. Its arrays do not reference the response
     body."""
 
+    # Index of the longest open sample that the prompt begins with; None starts a new sample.
     extends: int | None
-    """Index of the longest open sample that the prompt begins with; None starts a new sample."""
-    matches: int
-    """Number of open samples that the prompt begins with."""
-    prefix_tokens: int
-    """Length of the extended sample: prompt ids that are not repeated here."""
-    prompt_ids: Ids
-    """The prompt from `prefix_tokens` on."""
+    matches: int  # Number of open samples that the prompt begins with.
+    prefix_tokens: int  # Length of the extended sample: prompt ids that are not repeated here.
+    prompt_ids: Ids  # The prompt from `prefix_tokens` on.
     completion_ids: Ids
     completion_logprobs: Logprobs
+    # Rows from the sample's `rows_from` on; None if the response has none of them.
     routes: Routes | None
-    """Rows from the sample's `rows_from` on; None if the response has none of them."""
-    sequence: Fingerprint
-    """Fingerprint of the whole prompt and completion."""
+    sequence: Fingerprint  # Fingerprint of the whole prompt and completion.
     finish_reason: str | None
+    # Policy version when the completion ended, if the response states only that.
     version: int | None
-    """Policy version when the completion ended, if the response states only that."""
-    message: bytes | None
-    """The assistant's message as JSON; None from token-in/token-out."""
-    truncated: bool
-    """Whether tokens beyond `max_seq_len` were cut."""
-    overlong_prompt: bool
-    """Whether the prompt alone exceeds `max_seq_len`."""
-    routes_span: Span | None = None
-    """Position of the routed experts in the body."""
+    message: bytes | None  # The assistant's message as JSON; None from token-in/token-out.
+    truncated: bool  # Whether tokens beyond `max_seq_len` were cut.
+    overlong_prompt: bool  # Whether the prompt alone exceeds `max_seq_len`.
+    routes_span: Span | None = None  # Position of the routed experts in the body.
+    # Whether the engine ended the completion before the policy did. Such a turn is continued,
+    # never recorded.
     aborted: bool = False
-    """Whether the engine ended the completion before the policy did. Such a turn is continued, never recorded."""
-    completion_mask: Mask | None = None
-    """Which completion tokens may be trained on; None for all."""
-    unknown_logprobs: int = 0
-    """Completion tokens without a logprob: masked."""
+    completion_mask: Mask | None = None  # Which completion tokens may be trained on; None for all.
+    unknown_logprobs: int = 0  # Completion tokens without a logprob: masked.
+    # Whether routed experts were requested and the response has none of the new rows.
     routes_absent: bool = False
-    """Whether routed experts were requested and the response has none of the new rows."""
+    # The sampling mask, if `engine.sampling_masks` is set.
     sampling_mask: SamplingMask | None = None
-    """The sampling mask, if `engine.sampling_masks` is set."""
+    # Declared fields for the trainer that the response has: one number, or one per completion
+    # token.
     fields: Mapping[str, NDArray[Any]] = msgspec.field(default_factory=dict[str, NDArray[Any]])
-    """Declared fields for the trainer that the response has: one number, or one per completion token."""
+    # The policy versions of all completion tokens, in order, if the response states them.
     version_spans: tuple[VersionSpan, ...] = ()
-    """The policy versions of all completion tokens, in order, if the response states them."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -296,20 +283,16 @@ class TurnMetadata:
     """Recorded facts of a turn that are not in its response."""
 
     agent: str = ""
-    engine: str = ""
-    """URL of the replica."""
+    engine: str = ""  # URL of the replica.
+    # Version of the replica's weights before the request left. Used if the response states
+    # none.
     version: SaidVersion = SaidVersion(0, exact=False)
-    """Version of the replica's weights before the request left. Used if the response states
-    none."""
+    # Arrival of the response, by the monotonic clock. The replica's later report decides
+    # about `version` when the session is sealed. None if no report is needed.
     answered_at: float | None = None
-    """Arrival of the response, by the monotonic clock. The replica's later report decides about
-    `version` when the session is sealed. None if no report is needed."""
-    begun_at: float = 0.0
-    """Start of the request by the recording process's clock; 0 if unknown."""
-    seconds: float = 0.0
-    """Time until the response arrived, repeated requests included."""
+    begun_at: float = 0.0  # Start of the request by the recording process's clock; 0 if unknown.
+    seconds: float = 0.0  # Time until the response arrived, repeated requests included.
     temperature: float = 1.0
+    # Sampling fields that change the distribution (top_p and others), as JSON.
     sampling: str = "{}"
-    """Sampling fields that change the distribution (top_p and others), as JSON."""
-    completion_mask: Mask | None = None
-    """Which completion tokens to train on; None for all."""
+    completion_mask: Mask | None = None  # Which completion tokens to train on; None for all.

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 VERSION = "0.2.0"
-WRITTEN = "commit.txt"
-"""File in the package, written when a wheel or an image is built."""
+WRITTEN = "commit.txt"  # File in the package, written when a wheel or an image is built.
 LENGTH = 12
 
 

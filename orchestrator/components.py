@@ -65,8 +65,7 @@ class Components:
         self.lag = lag
         self.stop = stop
         self.troubles = troubles
-        self.changed = asyncio.Event()
-        """what `drive` waits for"""
+        self.changed = asyncio.Event()  # what `drive` waits for
         self.phase = RunPhase(config, ledger, stop, troubles)
 
         self._watch_engine(troubles, engine_check)

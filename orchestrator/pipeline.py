@@ -72,8 +72,8 @@ class Pipeline:
         )
         self.of_step = (self.batch_phase, self.encode) if batch_phase else (self.encode,)
         stages = (self.survey, self.draw, *self.of_group, self.batch_phase, self.encode)
+        # name in the ledger -> stage
         self.stages: dict[str, RunStage[Any]] = {stage.name: stage for stage in stages}
-        """name in the ledger -> stage"""
 
     def stage_of(self, job: JobRecord) -> RunStage[Any]:
         return self.stages[job.stage]

@@ -40,22 +40,19 @@ class Snapshot:
 
     leases: dict[str, str]
     depths: dict[Queue, int]
+    # sequence of the oldest queued message; None if it is not one of ours
     oldest: dict[Queue, int | None]
-    """sequence of the oldest queued message; None if it is not one of ours"""
-    last_sequence: float = math.inf
-    """of the jobs submitted before: later ones are not judged"""
+    last_sequence: float = math.inf  # of the jobs submitted before: later ones are not judged
 
 
 @dataclass(frozen=True, kw_only=True)
 class Running:
     """What the leases of the last snapshot show."""
 
-    by_worker: Counter[str] = field(default_factory=Counter[str])
-    """worker -> its executions"""
-    queues: set[Queue] = field(default_factory=set[Queue])
-    """whose jobs are being executed"""
+    by_worker: Counter[str] = field(default_factory=Counter[str])  # worker -> its executions
+    queues: set[Queue] = field(default_factory=set[Queue])  # whose jobs are being executed
+    # job -> the worker that executes it
     worker_of: dict[str, str] = field(default_factory=dict[str, str])
-    """job -> the worker that executes it"""
 
 
 @dataclass(kw_only=True)
@@ -65,16 +62,16 @@ class ObservedAttempt:
     attempt: int
     running_s: float = 0.0
     missing_s: float = 0.0
+    # policy version when it was first seen running: its first token is of this version or an
+    # older one
     version: int | None = None
-    """policy version when it was first seen running: its first token is of this version or an older one"""
 
 
 @dataclass(kw_only=True)
 class Beat:
     """The value of a lease, and for how long it has not changed."""
 
-    id: LeaseId | None
-    """None if another program wrote the lease"""
+    id: LeaseId | None  # None if another program wrote the lease
     value: str | None = None
     silent_s: float = 0.0
 
@@ -102,8 +99,7 @@ class Reconciler:
         self._observed: dict[str, ObservedAttempt] = {}
         self._ages_s: dict[str, float] = {}
         self._polled_at: float | None = None
-        self.latest = Snapshot(leases={}, depths={}, oldest={})
-        """the last one that was judged"""
+        self.latest = Snapshot(leases={}, depths={}, oldest={})  # the last one that was judged
         self.running = Running()
 
     def running_s(self, job: JobRecord) -> float | None:

@@ -99,12 +99,9 @@ def release_step(store: Store, manifest: Manifest, counter: str, released: Mappi
 class SomeRollouts(NamedTuple):
     """Names of directories in the store, and what the open records say of them."""
 
-    settled: list[str]
-    """of open groups, generated or dropped"""
-    closed: list[str]
-    """of no open group"""
-    named: set[str]
-    """files of settled ones that stay"""
+    settled: list[str]  # of open groups, generated or dropped
+    closed: list[str]  # of no open group
+    named: set[str]  # files of settled ones that stay
 
 
 def sort_out(names: Iterable[str], groups: Mapping[str, GroupRecord]) -> SomeRollouts:

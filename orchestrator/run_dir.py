@@ -26,8 +26,7 @@ from headpond.version import release
 logger = logging.getLogger("headpond.orchestrator")
 
 EVALUATIONS = "evaluations.jsonl"
-CHANGES_KEPT = 100
-"""Changed settings that run.json lists, the latest ones."""
+CHANGES_KEPT = 100  # Changed settings that run.json lists, the latest ones.
 
 
 def create_directories(config: RunConfig) -> None:

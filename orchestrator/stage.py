@@ -36,8 +36,7 @@ class Parts:
     gates: Gates
     causes: Causes
     weights: ServingWeights
-    advance: Callable[[GroupRecord], None]
-    """begins the next stage of the group"""
+    advance: Callable[[GroupRecord], None]  # begins the next stage of the group
     drop: Callable[[GroupRecord, str], None]
     advance_step: Callable[[BatchRecord], None]
 
@@ -48,8 +47,7 @@ class RunStage(Generic[R]):
     stage: ClassVar[Stage[Any, Any]]
 
     def __init__(self, parts: Parts) -> None:
-        self.name: str = self.stage.name
-        """in the ledger"""
+        self.name: str = self.stage.name  # in the ledger
         self._config = parts.config
         self._run = parts.run
         self._ledger = parts.ledger

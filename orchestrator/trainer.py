@@ -55,20 +55,19 @@ class Trainer:
         self._engine = config.engine
         layout = LAYOUTS.get(config.batch.format)
         self._handshake = layout is not None and layout.handshake
+        # when the trainer was last seen to acknowledge a step, by the monotonic clock
         self._progress_s: float | None = None
-        """when the trainer was last seen to acknowledge a step, by the monotonic clock"""
         self._ahead = math.inf if config.trainer.max_steps_ahead == "unlimited" else config.trainer.max_steps_ahead
         self._ledger = ledger
         self.state = self._unread = TrainerState()
         self._holds_update = holds_update if config.engine.weight_update == "headpond" else None
         self._written: RunStatus | None = None
-        self._awaited_since: float | None = None
-        """since when sealing waits for an acknowledgement"""
+        self._awaited_since: float | None = None  # since when sealing waits for an acknowledgement
         self._writing = Reported("write the status that a waiting trainer reads", troubles=troubles)
         self._reading = Reported("read the trainer's progress", errors=(OSError, BatchError), troubles=troubles)
         troubles.add(lambda: [self._awaited])
+        # why a run that is done, complete or out of data, has not ended
         self._last_broadcast = troubles.entry()
-        """why a run that is done, complete or out of data, has not ended"""
 
     async def read(self) -> None:
         """Apply new acknowledgements and a new policy version, which is lower when a trainer resumes from an older

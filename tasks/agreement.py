@@ -30,8 +30,8 @@ DIFFERENCES_SHOWN = 4
 VERSION = "version of Headpond"
 RESTART = "Restart it with the run's version and settings"
 
+# of the message whose body runs in this task; set by the asyncio pool
 headers: ContextVar[Mapping[str, Any] | None] = ContextVar("headers", default=None)
-"""of the message whose body runs in this task; set by the asyncio pool"""
 
 
 def message_headers() -> Any:
@@ -66,10 +66,8 @@ def _shown(settings: Mapping[str, Any], name: str) -> str:
 class Identity:
     """Of a worker, in its replies."""
 
-    node: str
-    """Celery's name of the worker: a prefork worker has one for all its processes"""
-    settings: str
-    """digest"""
+    node: str  # Celery's name of the worker: a prefork worker has one for all its processes
+    settings: str  # digest
 
     def declines(self, sent: Any) -> str | None:
         """Why a message with the headers `sent` is not executed here."""
@@ -81,8 +79,7 @@ class Identity:
         return None
 
 
-node: str | None = None
-"""of this process, if it is a worker; set at its start"""
+node: str | None = None  # of this process, if it is a worker; set at its start
 
 
 def identity(config: RunConfig, kind: WorkerKind) -> Identity:
@@ -97,14 +94,10 @@ class Presence(WireModel):
     pid: int = Field(default_factory=os.getpid)
     settings: str
     beat: int
-    running: int
-    """jobs at this moment"""
-    refused: str | None = None
-    """why it takes no jobs, if its settings are not the run's"""
-    blocked_s: float | None = None
-    """since when its event loop does not tick; None while it does"""
-    blocked_at: str | None = None
-    """`FUNCTION (FILE:LINE)`"""
+    running: int  # jobs at this moment
+    refused: str | None = None  # why it takes no jobs, if its settings are not the run's
+    blocked_s: float | None = None  # since when its event loop does not tick; None while it does
+    blocked_at: str | None = None  # `FUNCTION (FILE:LINE)`
 
     @classmethod
     def read(cls, content: bytes) -> "Presence | None":
@@ -118,6 +111,5 @@ class Presence(WireModel):
 class Order(WireModel):
     """What the orchestrator tells a worker whose jobs fail, in the hash `redis_keys.ORDERS`."""
 
-    slots: Literal[0, 1]
-    """jobs at once: none in quarantine, one in a trial"""
+    slots: Literal[0, 1]  # jobs at once: none in quarantine, one in a trial
     why: str

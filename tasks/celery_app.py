@@ -19,8 +19,9 @@ from headpond.config import redis_address
 from headpond.errors import ConfigError
 
 CONTENT_TYPE = "application/x-orjson"
+# kombu's default never times out on a half-open connection. Must exceed its BRPOP, which blocks
+# for seconds.
 SOCKET_TIMEOUT_S = 30
-"""kombu's default never times out on a half-open connection. Must exceed its BRPOP, which blocks for seconds."""
 
 
 @functools.cache
@@ -78,8 +79,8 @@ def _configuration() -> dict[str, Any]:
 
 app = Celery("headpond")
 app.add_defaults(_configuration)
+# of this process, if it is a worker: set by `headpond.workers.start`
 kind: WorkerKind | None = None
-"""of this process, if it is a worker: set by `headpond.workers.start`"""
 
 
 @celeryd_init.connect

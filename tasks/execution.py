@@ -44,10 +44,8 @@ if TYPE_CHECKING:  # only rollout workers load environments and the engine's cli
 
 logger = logging.getLogger("headpond.execution")
 
-Expiry = tuple[str, int]
-"""A written key and its time to live in seconds."""
-Write = Callable[[Any], Expiry]
-"""Adds its commands to a pipeline."""
+Expiry = tuple[str, int]  # A written key and its time to live in seconds.
+Write = Callable[[Any], Expiry]  # Adds its commands to a pipeline.
 TIMEOUT_S = 5.0  # Redis responds within milliseconds; a longer silence is a dead connection
 RETRY_FIRST_S, RETRY_MOST_S = 0.1, 2.0
 PIPELINE_WRITES = 48  # keeps the CPU time of one round trip on the loop under a millisecond
@@ -60,8 +58,7 @@ class WorkerStopping(SystemExit):
 
 class EncodedReply(NamedTuple):
     content: bytes
-    failure: BaseException | None
-    """raised again after the reply is written"""
+    failure: BaseException | None  # raised again after the reply is written
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,10 +217,8 @@ class AsyncExecutor:
         self.lag = config.lag.watch(f"rollouts@{self.name}", redis_publisher(self._client))
         self._silence_s = config.recovery.lease_s / 2
         self._outbox = Outbox(self._client)
-        self._limits: dict[str, asyncio.Timeout] = {}
-        """lease -> the time limit of its body"""
-        self._ended: set[str] = set()
-        """leases whose run has ended before their bodies"""
+        self._limits: dict[str, asyncio.Timeout] = {}  # lease -> the time limit of its body
+        self._ended: set[str] = set()  # leases whose run has ended before their bodies
         self._leases = LeaseKeeper(
             self._sync_client,
             worker=self.name,

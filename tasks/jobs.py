@@ -13,10 +13,9 @@ from headpond.tasks.stage import all_stages
 if TYPE_CHECKING:  # every process declares the tasks; only rollout workers load environments and engine client
     from headpond.tasks.player import Player
 
-executor: AsyncExecutor | None = None
-"""Set by the worker before its first job."""
+executor: AsyncExecutor | None = None  # Set by the worker before its first job.
+# Set by the worker before its first job: its environments and engine client.
 player: "Player | None" = None
-"""Set by the worker before its first job: its environments and engine client."""
 
 
 class CoroutineTask(Task):

@@ -42,8 +42,7 @@ class LeaseKeeper:
         self._alive = alive
         self._blocked_at = blocked_at
         self._run_ended = run_ended
-        self._held: dict[str, Sequence[str]] = {}
-        """lease -> replicas that its execution waits for"""
+        self._held: dict[str, Sequence[str]] = {}  # lease -> replicas that its execution waits for
         self._renewed: set[str] = set()
         self._beat = 0
         self._stop = threading.Event()

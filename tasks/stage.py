@@ -34,15 +34,15 @@ GRACE_S = 20.0  # for a body to store its results after its own time-out
 class Message(WireModel):
     """One submission of one job."""
 
-    run: str
-    """id of the run"""
+    run: str  # id of the run
     job: str
+    # counts the submissions of this job, from 1; part of the Celery task id, which is never
+    # used twice
     attempt: int
-    """counts the submissions of this job, from 1; part of the Celery task id, which is never used twice"""
-    sequence: int
-    """position in the run's order of submissions"""
+    sequence: int  # position in the run's order of submissions
+    # after which the body ends itself; the orchestrator and Celery enforce it with GRACE_S
+    # added
     timeout_s: float
-    """after which the body ends itself; the orchestrator and Celery enforce it with GRACE_S added"""
 
     @property
     def task_id(self) -> str:
@@ -52,8 +52,7 @@ class Message(WireModel):
 class PlanMessage(Message):
     """The message of a job that reads a file."""
 
-    plan: str
-    """key of the file in the store"""
+    plan: str  # key of the file in the store
 
 
 M = TypeVar("M", bound=Message)
@@ -65,8 +64,7 @@ class Call(Generic[M]):
     """What a body gets."""
 
     message: M
-    execution: str
-    """id of this execution: part of the names of the files that it writes"""
+    execution: str  # id of this execution: part of the names of the files that it writes
     config: RunConfig
     opened: "Player | None" = None
 
@@ -84,12 +82,9 @@ class Call(Generic[M]):
 class Subject(StrEnum):
     """What a stage works on, one job at a time. It decides how long the ledger keeps a job that has ended."""
 
-    ENVIRONMENT = "environment"
-    """its row is deleted: other records have the result"""
-    GROUP = "group"
-    """its row stays until the group is archived"""
-    STEP = "step"
-    """it stays in memory with its result until the step is delivered"""
+    ENVIRONMENT = "environment"  # its row is deleted: other records have the result
+    GROUP = "group"  # its row stays until the group is archived
+    STEP = "step"  # it stays in memory with its result until the step is delivered
 
 
 Body = Callable[[Call[M]], R | Awaitable[R]]
@@ -97,20 +92,16 @@ Body = Callable[[Call[M]], R | Awaitable[R]]
 
 @dataclass(frozen=True, kw_only=True)
 class Stage(Generic[M, R]):
-    name: str
-    """in the ledger, in replies, in metrics"""
+    name: str  # in the ledger, in replies, in metrics
     queue: Queue
-    task: str
-    """Celery's name, explicit, so that no import path reaches the wire"""
+    task: str  # Celery's name, explicit, so that no import path reaches the wire
     subject: Subject
     message: type[M]
     result: type[R]
-    body: Body[M, R]
-    """async on the queue `rollouts`, which runs on the asyncio pool"""
+    body: Body[M, R]  # async on the queue `rollouts`, which runs on the asyncio pool
+    # the gate that holds its jobs back while the engine or the store is away
     gate: Literal["rollouts", "filtering", "encoding"] | None = None
-    """the gate that holds its jobs back while the engine or the store is away"""
-    ends_itself: bool = False
-    """its body ends in time by itself: only the store may take longer"""
+    ends_itself: bool = False  # its body ends in time by itself: only the store may take longer
 
 
 @functools.cache
@@ -124,16 +115,13 @@ def all_stages() -> dict[str, Stage[Any, Any]]:
 
 class Outcome(StrEnum):
     DONE = "done"
-    FAILED = "failed"
-    """counts towards `max_failures`"""
-    UNREACHABLE = "unreachable"
-    """no engine answered: not counted, submission pauses"""
-    UNWRITTEN = "unwritten"
-    """the store could not be written: not counted, submission pauses"""
-    RELEASED = "released"
-    """the worker is stopping: submitted again at once, not counted"""
+    FAILED = "failed"  # counts towards `max_failures`
+    UNREACHABLE = "unreachable"  # no engine answered: not counted, submission pauses
+    UNWRITTEN = "unwritten"  # the store could not be written: not counted, submission pauses
+    RELEASED = "released"  # the worker is stopping: submitted again at once, not counted
+    # the worker has other settings, or failed this job before: submitted again after a pause,
+    # not counted
     DECLINED = "declined"
-    """the worker has other settings, or failed this job before: submitted again after a pause, not counted"""
 
 
 class Reply(WireModel):
@@ -141,20 +129,15 @@ class Reply(WireModel):
     run: str
     job: str
     attempt: int
-    execution: str
-    """random id of this execution: a message may be executed twice"""
-    worker: str
-    """host and process that executed it"""
-    node: str
-    """Celery's name of that worker"""
-    settings: str
-    """digest of the settings that the worker used"""
+    execution: str  # random id of this execution: a message may be executed twice
+    worker: str  # host and process that executed it
+    node: str  # Celery's name of that worker
+    settings: str  # digest of the settings that the worker used
     outcome: Outcome
     result: SerializeAsAny[Result] | None = None
     error: Annotated[str, Field(max_length=ERROR_CHARACTERS)] | None = None
     duration_s: float = 0.0
-    replica_uses: ReplicaUses = {}
-    """of a rollout, whatever its outcome"""
+    replica_uses: ReplicaUses = {}  # of a rollout, whatever its outcome
 
     @field_validator("result", mode="before")
     @classmethod

@@ -44,8 +44,9 @@ class Admission:
         self._beat = 0
         self._refused: str | None = None
         self._ordered: Order | None = None
+        # jobs that it may run at once, None for as many as its pool; none until the first
+        # answer
         self.slots: int | None = 0
-        """jobs that it may run at once, None for as many as its pool; none until the first answer"""
         self._thread = threading.Thread(target=self._ask_until_the_end, name="headpond-admission", daemon=True)
 
     def start(self) -> None:

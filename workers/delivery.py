@@ -28,19 +28,18 @@ class Delivery:
     name: str
     id: str
     run: Callable[..., Any]
-    request: dict[str, Any]
-    """The message's headers, with the decoded arguments."""
+    request: dict[str, Any]  # The message's headers, with the decoded arguments.
     soft_s: float | None
     hard_s: float | None
     on_accepted: Callable[[int, float], None]
     on_outcome: Callable[[tuple[int, ExceptionInfo | None, float]], None]
     on_revoked: "Callable[[Delivery], None]"
+    # Error, runtime in seconds, and whether the body has ended: past the hard limit it may
+    # not have.
     report: "Callable[[Delivery, BaseException | None, float, bool], None]"
-    """Error, runtime in seconds, and whether the body has ended: past the hard limit it may not have."""
     _body: "asyncio.Task[None] | None" = None
     _cancelled_for: str | None = None
-    _timer: asyncio.TimerHandle | None = None
-    """Timer of the next limit."""
+    _timer: asyncio.TimerHandle | None = None  # Timer of the next limit.
 
     def terminate(self, signal: int | None = None) -> None:
         """Called by the Request, on the hub thread, after it has sent the event that the task is revoked."""

@@ -7,8 +7,7 @@ import numpy as np
 
 from headpond.advantages.values import Floats, GroupValues, mean
 
-Shaping = Callable[[GroupValues], Floats]
-"""Maps a group to its shaped rewards."""
+Shaping = Callable[[GroupValues], Floats]  # Maps a group to its shaped rewards.
 
 
 def unshaped(group: GroupValues) -> Floats:

@@ -19,12 +19,10 @@ from headpond.batches.signals import FOLDER
 from headpond.errors import BatchError
 from headpond.store import atomic, tensors
 
+# Number of steps whose arrays are kept: those that were written last. 4 bytes a token and name.
 STEPS_KEPT = 16
-"""Number of steps whose arrays are kept: those that were written last. 4 bytes a token and name."""
-LINES_BYTES = 16 << 20
-"""Size at which the file of means begins anew. A line has about 150 bytes."""
-LINES_MOST = 50_000
-"""Lines that a reader of means has in memory: 600 bytes each."""
+LINES_BYTES = 16 << 20  # Size at which the file of means begins anew. A line has about 150 bytes.
+LINES_MOST = 50_000  # Lines that a reader of means has in memory: 600 bytes each.
 NAMES_MOST = 8
 NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 DIRECTORY = "annotations"
@@ -86,10 +84,11 @@ class Means:
     def __init__(self, run_dir: Path, *, lines_most: int = LINES_MOST) -> None:
         self._folder = run_dir / FOLDER
         self._lines_most = lines_most
+        # file of a rank -> its inode, and the bytes of it that were read
         self._read: dict[str, tuple[int, int]] = {}
-        """file of a rank -> its inode, and the bytes of it that were read"""
+        # step -> file -> line, for the steps that were annotated last, the newest at the
+        # end
         self._ranks: dict[int, dict[str, dict[str, float]]] = {}
-        """step -> file -> line, for the steps that were annotated last, the newest at the end"""
         self._lines = 0
         self.by_step: dict[int, dict[str, float]] = {}
 

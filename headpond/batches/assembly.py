@@ -39,10 +39,8 @@ class Sample:
     """One sample of the plan, cut and masked by its rules."""
 
     rollout: BatchRollout
-    tokens: dict[str, Array]
-    """batch column -> values, all but position_ids"""
-    row: dict[str, int | float]
-    """per-sample column -> value"""
+    tokens: dict[str, Array]  # batch column -> values, all but position_ids
+    row: dict[str, int | float]  # per-sample column -> value
 
     @property
     def length(self) -> int:

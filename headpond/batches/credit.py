@@ -20,8 +20,7 @@ Values = NDArray[np.float64]
 class Credit:
     """The turns of one rollout. Every tuple has one entry per turn."""
 
-    values: tuple[float, ...]
-    """results of the group phase"""
+    values: tuple[float, ...]  # results of the group phase
     rewards: tuple[float | None, ...]
     agents: tuple[str, ...]
     tokens: tuple[int, ...]
@@ -30,8 +29,7 @@ class Credit:
 @dataclass(frozen=True, kw_only=True)
 class StepCredit:
     rollouts: tuple[str, ...]
-    values: tuple[tuple[float, ...], ...]
-    """advantages of each rollout's turns"""
+    values: tuple[tuple[float, ...], ...]  # advantages of each rollout's turns
 
 
 def credit_key(columns_key: str, execution: str) -> str:

@@ -39,14 +39,14 @@ TOKEN_COLUMNS = {
     "version_exact": np.dtype("u1"),
     "sampling": np.dtype("u1"),
 }
+# `sampling` of a token. WHOLE: drawn from the whole distribution, or context. RECORDED: drawn
+# from the tokens that the batch has for it. UNRECORDED: drawn from a changed distribution that
+# nothing recorded.
 WHOLE, RECORDED, UNRECORDED = 0, 1, 2
-"""`sampling` of a token. WHOLE: drawn from the whole distribution, or context. RECORDED: drawn from
-the tokens that the batch has for it. UNRECORDED: drawn from a changed distribution that nothing
-recorded."""
+# Sampling parameters that leave out tokens; a sampling mask lists those that are left.
 TRUNCATIONS = frozenset({"top_p", "top_k", "min_p"})
-"""Sampling parameters that leave out tokens; a sampling mask lists those that are left."""
+# Columns that files of earlier releases lack, and the values that readers use instead.
 ADDED_COLUMNS = {"version_exact": 0, "sampling": 0, "parent": -1, "agent": -1}
-"""Columns that files of earlier releases lack, and the values that readers use instead."""
 PADDING = {"temperatures": 1, "versions": -1}  # other columns are padded with 0, input_ids with the plan's pad_id
 
 SAMPLE_COLUMNS = {
@@ -64,15 +64,13 @@ SAMPLE_COLUMNS = {
     "parent": np.dtype("i4"),
     "agent": np.dtype("i4"),
 }
+# Names of the agents of a rank's samples: a JSON list, padded with spaces to AGENTS_BYTES.
 AGENTS = "agents"
-"""Names of the agents of a rank's samples: a JSON list, padded with spaces to AGENTS_BYTES."""
-AGENTS_BYTES = 4096
-"""Room for about 128 names. Agents beyond have no name in the batch (-1)."""
-AGENT_CHARACTERS = 24
-"""Names of agents are cut to this length."""
+AGENTS_BYTES = 4096  # Room for about 128 names. Agents beyond have no name in the batch (-1).
+AGENT_CHARACTERS = 24  # Names of agents are cut to this length.
 
+# Names that `MicroBatch.torch` uses for its own tensors.
 OWN_COLUMNS = frozenset({*TOKEN_COLUMNS, "cu_seqlens", "max_seqlen"})
-"""Names that `MicroBatch.torch` uses for its own tensors."""
 
 # Micro-batch m has the tokens, samples and entries of cu_seqlens from offset [m] to [m + 1].
 OFFSETS = ("token_offsets", "sample_offsets", "segment_offsets")
@@ -103,18 +101,15 @@ def sample_columns(fields: Iterable[TrainerField]) -> dict[str, np.dtype[Any]]:
 class EncodedRank:
     """The result of an encoding job."""
 
-    plan: str
-    """digest of the plan that was encoded"""
+    plan: str  # digest of the plan that was encoded
     data_rank: int
     file: BlobRef
     rollouts_jsonl: BlobRef | None = None
     micro_batches: int
-    tokens: int
-    """tokens of the rank's samples, padding left out"""
+    tokens: int  # tokens of the rank's samples, padding left out
     samples: int
     loss_tokens: int
-    logprob_sum: float | None = None
-    """sum over the tokens in the loss; only in the native format"""
+    logprob_sum: float | None = None  # sum over the tokens in the loss; only in the native format
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,10 +121,10 @@ class Totals:
     rollouts: int
     groups: int
     tokens: int
-    oversized: int
-    """samples longer than seq_len, handled by the plan's rule `oversize`"""
+    oversized: int  # samples longer than seq_len, handled by the plan's rule `oversize`
+    # sum(loss_weights * loss) over all ranks divided by this is the mean that `normalise`
+    # names
     denominator: int
-    """sum(loss_weights * loss) over all ranks divided by this is the mean that `normalise` names"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,8 +133,8 @@ class Manifest:
     plan: BatchPlan
     totals: Totals
     ranks: tuple[EncodedRank, ...]
+    # state of the estimator after this step, from which a lost ledger is rebuilt: JSON text
     estimator_state: str | None = None
-    """state of the estimator after this step, from which a lost ledger is rebuilt: JSON text"""
 
 
 def manifest_key(step: int) -> str:

@@ -27,23 +27,22 @@ Format = Literal["native", "prime-rl", "prime-rl-2026-08"]
 Oversize = Literal["cut", "mask", "drop", "fail"]
 Ints = NDArray[np.int64]
 BATCHES = "batches"  # folder of the store that holds a directory for each step
+# The fields that prime-rl's formats have a place for, each per token and f32. The native format
+# holds any field.
 PRIME_RL_FIELDS = ("ref_logprobs", "rl_weights", "ce_weights", "ref_kl_weights")
-"""The fields that prime-rl's formats have a place for, each per token and f32. The native format
-holds any field."""
 FIRST_STEP = 0  # the batch of step s is trained into policy version s + 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackingRules:
     data_ranks: int
-    seq_len: int
-    """maximum tokens of a micro-batch, padding included"""
+    seq_len: int  # maximum tokens of a micro-batch, padding included
     pad_to_multiple_of: int = 1
+    # samples longer than `seq_len` are cut, cut and masked, dropped, or fail the step
     oversize: Oversize = "mask"
-    """samples longer than `seq_len` are cut, cut and masked, dropped, or fail the step"""
     token_cost: float = 1.0
+    # a rank's load is token_cost * sum(n) + attention_cost * sum(n^2) over its samples
     attention_cost: float = 0.0
-    """a rank's load is token_cost * sum(n) + attention_cost * sum(n^2) over its samples"""
 
     def __post_init__(self) -> None:
         if self.data_ranks < 1 or self.seq_len < 1 or self.pad_to_multiple_of < 1:
@@ -101,19 +100,17 @@ class BatchRollout:
     env: str
     reward: float
     advantage: float
-    version_first: int
-    """lowest policy version that may have sampled one of its tokens"""
-    version_last: int
-    """the highest one"""
+    version_first: int  # lowest policy version that may have sampled one of its tokens
+    version_last: int  # the highest one
     sample_lengths: tuple[int, ...]
     columns: BlobRef
     experts: BlobRef | None = None
+    # delivered with loss mask 0; still counts in its group and in the denominator
     masked: bool = False
-    """delivered with loss mask 0; still counts in its group and in the denominator"""
+    # completion tokens whose version is a range, or was not reported by the engine
     inexact_tokens: int = 0
-    """completion tokens whose version is a range, or was not reported by the engine"""
+    # key of the file with the advantages of its turns; None if they all have `advantage`
     credit: str | None = None
-    """key of the file with the advantages of its turns; None if they all have `advantage`"""
 
     def __post_init__(self) -> None:
         for name in ("reward", "advantage"):
@@ -130,15 +127,13 @@ class BatchPlan:
     rollouts: tuple[BatchRollout, ...]
     normalise: str = "token"
     logprobs_mode: Literal["processed", "raw"] = "processed"
-    extras: tuple[str, ...] = ()
-    """always empty: part of the format, and of the digest, since 0.2.0"""
+    extras: tuple[str, ...] = ()  # always empty: part of the format, and of the digest, since 0.2.0
     format: Format = "native"
     pad_id: int = 0
-    fields: tuple[TrainerField, ...] = ()
-    """the trainer's fields, in order of their names"""
+    fields: tuple[TrainerField, ...] = ()  # the trainer's fields, in order of their names
+    # key of the file with the advantages of all rollouts' turns; it replaces those that the
+    # rollouts name
     credit: str | None = None
-    """key of the file with the advantages of all rollouts' turns; it replaces those that the
-    rollouts name"""
 
     def __post_init__(self) -> None:
         Normalise.parse(self.normalise)
@@ -195,10 +190,10 @@ def step_directory(step: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
+    # [rank][micro-batch] -> its samples; all ranks have the same number of micro-batches,
+    # some are empty
     ranks: list[list[list[int]]]
-    """[rank][micro-batch] -> its samples; all ranks have the same number of micro-batches, some are empty"""
-    lengths: Ints
-    """delivered tokens of each sample; 0 if it is dropped"""
+    lengths: Ints  # delivered tokens of each sample; 0 if it is dropped
     oversized: NDArray[np.bool_]
 
 

@@ -27,8 +27,8 @@ DTYPE_NAMES = {"uint8": "uint8", "uint16": "int16"}  # prime-rl has no uint16; n
 BINARY_MARKERS = {1: 0xC4, 2: 0xC5, 4: 0xC6}  # MessagePack: bytes of a binary value's length -> its type
 
 encode = msgspec.msgpack.encode
+# layers and top-k of the routed experts, and their dtype
 RowKind = tuple[tuple[int, int], np.dtype[Any]]
-"""layers and top-k of the routed experts, and their dtype"""
 
 
 @dataclass(frozen=True, kw_only=True)

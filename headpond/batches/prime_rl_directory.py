@@ -27,8 +27,7 @@ PRIME_RL_FIRST_STEP = 1
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     folder: str
-    handshake: bool = False
-    """whether the trainer waits until its broadcast is accepted"""
+    handshake: bool = False  # whether the trainer waits until its broadcast is accepted
 
 
 LAYOUTS: dict[Format, Layout] = {

@@ -26,11 +26,11 @@ Signal = TypeVar("Signal")
 class RankProgress:
     data_rank: int
     data_ranks: int
-    epoch: int
-    """number of readers that this rank has opened"""
+    epoch: int  # number of readers that this rank has opened
     resume_step: int
+    # newest step that it has trained on, in this epoch or before the checkpoint that it
+    # resumed from
     acked: int
-    """newest step that it has trained on, in this epoch or before the checkpoint that it resumed from"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +46,9 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    why: str
-    """a sentence for the trainer: why the next batch waits, or why the run ended"""
+    why: str  # a sentence for the trainer: why the next batch waits, or why the run ended
     ended: bool = False
-    last_step: int = NOTHING
-    """newest sealed step; the last one if the run has ended"""
+    last_step: int = NOTHING  # newest sealed step; the last one if the run has ended
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,13 +60,15 @@ class StartVersion:
 class TrainerState:
     """The signals of all ranks of a trainer together."""
 
+    # rises when a rank opens a reader again: steps after `acked` are then delivered again
     epoch: int = 0
-    """rises when a rank opens a reader again: steps after `acked` are then delivered again"""
     data_ranks: int = 0
+    # every rank has trained on the steps up to this one; falls when a trainer resumes from an
+    # older checkpoint
     acked: int = NOTHING
-    """every rank has trained on the steps up to this one; falls when a trainer resumes from an older checkpoint"""
+    # ranks that have opened no reader; if there are none, those that have trained on fewer
+    # steps than others
     behind: tuple[int, ...] = ()
-    """ranks that have opened no reader; if there are none, those that have trained on fewer steps than others"""
     checkpointed: int = NOTHING
     policy: PublishedPolicy | None = None
 

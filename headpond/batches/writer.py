@@ -26,8 +26,7 @@ from headpond.store.atomic import UnfinishedFile, writing
 from headpond.store.columns import read_columns
 from headpond.store.parts import checksum, mapped, write_at
 
-Layout = Mapping[str, tuple[np.dtype[Any], int]]
-"""array -> dtype and length"""
+Layout = Mapping[str, tuple[np.dtype[Any], int]]  # array -> dtype and length
 
 
 def encode_rank(

@@ -16,8 +16,7 @@ MINUTE_S, HOUR_S = 60, 3600
 class Fact(NamedTuple):
     label: str
     text: str
-    alarm: bool = False
-    """highlighted on a terminal"""
+    alarm: bool = False  # highlighted on a terminal
 
 
 def printable(text: str) -> str:

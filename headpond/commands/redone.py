@@ -47,12 +47,11 @@ TOKENS_DELETED = "its tokens are deleted, so that it cannot be packed"
 class Verdict:
     """The decision about a rollout."""
 
-    dropped: str | None
-    """the filter that dropped it, or another reason"""
+    dropped: str | None  # the filter that dropped it, or another reason
     advantage: float | None
     masked: bool = False
+    # key of the file with the advantages of its turns, for an estimator that gives some
     credit: str | None = None
-    """key of the file with the advantages of its turns, for an estimator that gives some"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +62,7 @@ class Redone:
     reward: float
     was: Verdict
     now: Verdict
-    why: str | None
-    """why they differ; None if they do not"""
+    why: str | None  # why they differ; None if they do not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +79,7 @@ class RedoneStep:
     rollouts: list[Redone]
     was: Packed
     now: Packed
-    same_bytes: bool
-    """whether every rank's file is the one that the run delivered"""
+    same_bytes: bool  # whether every rank's file is the one that the run delivered
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +90,7 @@ class Member:
     row: pages.Row
     result: RolloutResult
     delivered: BatchRollout | None
-    matches: Matches | None
-    """matches of the token filters; None if its tokens are deleted"""
+    matches: Matches | None  # matches of the token filters; None if its tokens are deleted
 
 
 class Redo:

@@ -14,9 +14,9 @@ from headpond.commands.output import Json, print_result
 if TYPE_CHECKING:
     from headpond.inspection.status import Seen
 
+# what `--json` leaves out: Redis and the ledger have newer values, or none
 ONLY_IN_FILE = {"at", "policy_version", "replies_refused", "waiting_jobs", "submitted_jobs", "running_by_worker",
                 "stored_bytes", "other_loops"}  # fmt: skip
-"""what `--json` leaves out: Redis and the ledger have newer values, or none"""
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of the run: run_dir of its configuration.")]
 
 

@@ -44,14 +44,11 @@ class TriedRollout:
     reward: float | None = None
     rewards: dict[str, float] = field(default_factory=dict[str, float])
     metrics: dict[str, float] = field(default_factory=dict[str, float])
-    policy_error: str | None = None
-    """why the policy failed; such a rollout is trained on"""
-    error: str | None = None
-    """why there is no result"""
-    traceback: str | None = None
-    """traceback of the environment's own exception"""
+    policy_error: str | None = None  # why the policy failed; such a rollout is trained on
+    error: str | None = None  # why there is no result
+    traceback: str | None = None  # traceback of the environment's own exception
+    # the messages of each sample; without a result, of each request and its completion
     conversations: list[list[dict[str, Any]]] = field(default_factory=list[list[dict[str, Any]]])
-    """the messages of each sample; without a result, of each request and its completion"""
     samples: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
 
@@ -60,8 +57,7 @@ class Trial:
         self._settings = settings
         self._names = names
         self._examples = examples
-        self.weights: dict[str, WeightLabel] = {}
-        """replica -> label of its weights"""
+        self.weights: dict[str, WeightLabel] = {}  # replica -> label of its weights
 
     async def play(self, *, print_as_played: bool) -> list[TriedRollout]:
         """Play all. Results keep the order of environments and examples."""

@@ -92,16 +92,12 @@ class LayerPass:
     """Values of one layer for the gradient."""
 
     input: Array
-    routes: Array
-    """[rows, TOPK]"""
-    shares: Array
-    """shares of the routed experts; their sum is 1"""
-    gates: Array
-    """[rows, EXPERTS]: the shares, 0 elsewhere"""
+    routes: Array  # [rows, TOPK]
+    shares: Array  # shares of the routed experts; their sum is 1
+    gates: Array  # [rows, EXPERTS]: the shares, 0 elsewhere
     before: Array
     sigmoid: Array
-    active: Array
-    """[rows, EXPERTS, EXPERT_HIDDEN]"""
+    active: Array  # [rows, EXPERTS, EXPERT_HIDDEN]
     gated: Array
 
 

@@ -7,20 +7,16 @@ from enum import StrEnum
 
 class Level(StrEnum):
     OK = "ok"
-    NOTE = "note"
-    """works, but costs something, or could not be determined"""
-    WRONG = "wrong"
-    """would kill or spoil every rollout"""
+    NOTE = "note"  # works, but costs something, or could not be determined
+    WRONG = "wrong"  # would kill or spoil every rollout
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
     level: Level
-    what: str
-    """one word, the label of its line"""
+    what: str  # one word, the label of its line
     text: str
-    fix: str = ""
-    """the flag or the setting to change"""
+    fix: str = ""  # the flag or the setting to change
 
     @property
     def sentence(self) -> str:

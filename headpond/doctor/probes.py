@@ -52,10 +52,10 @@ Converse = Callable[[Any], Awaitable[None]]
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
     columns: Columns
-    routes: tuple[int, ...] | None
-    """rows, layers and top-k of the routed experts"""
+    routes: tuple[int, ...] | None  # rows, layers and top-k of the routed experts
+    # tokens without a row, beside the last one of each sample, whose experts no engine has
+    # computed
     unrouted: int
-    """tokens without a row, beside the last one of each sample, whose experts no engine has computed"""
     seconds: float
 
     @property

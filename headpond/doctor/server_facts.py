@@ -40,22 +40,19 @@ FLAGS = (
 @dataclass(frozen=True, kw_only=True)
 class ServerFacts:
     url: str
-    kind: str | None = None
-    """`vllm`, `sglang` or the server's own name for itself"""
+    kind: str | None = None  # `vllm`, `sglang` or the server's own name for itself
     version: str | None = None
+    # name -> longest sequence, if stated
     models: Mapping[str, int | None] = field(default_factory=dict[str, int | None])
-    """name -> longest sequence, if stated"""
-    weights: str | None = None
-    """directory or name of the weights that the server has begun with"""
+    weights: str | None = None  # directory or name of the weights that the server has begun with
     flags: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    weight_version: str | None = None
-    """version of the weights, as the server reports it"""
+    weight_version: str | None = None  # version of the weights, as the server reports it
+    # paths that `engine.weight_update = "headpond"` would need and the server does not have
     absent_calls: tuple[str, ...] = ()
-    """paths that `engine.weight_update = "headpond"` would need and the server does not have"""
+    # number of processes that answered at the address; 0 if the server does not report it
     processes: int = 0
-    """number of processes that answered at the address; 0 if the server does not report it"""
+    # shape from the model's config.json, where this host can read it
     shape: "ModelShape | None" = None
-    """shape from the model's config.json, where this host can read it"""
 
     @property
     def logprobs_mode(self) -> str | None:
@@ -68,8 +65,7 @@ class ServerFacts:
 class ModelShape:
     path: Path
     hidden_layers: int
-    experts_per_token: int | None
-    """None for a dense model"""
+    experts_per_token: int | None  # None for a dense model
 
 
 async def read_facts(settings: Engine, url: str) -> ServerFacts:

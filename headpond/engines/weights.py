@@ -15,10 +15,8 @@ import orjson
 from headpond.errors import Upstream
 from headpond.turn import VersionSpan
 
-MAX_VERSION = 2**31 - 1
-"""Versions are stored as i32."""
-START_VERSION = 0
-"""Version of the weights that a server started with."""
+MAX_VERSION = 2**31 - 1  # Versions are stored as i32.
+START_VERSION = 0  # Version of the weights that a server started with.
 LOADING, FAILED = "loading", "failed"
 LABEL = re.compile(rf"(?:({LOADING}|{FAILED}) )?([0-9]{{1,10}})(?:@([A-Za-z0-9_-]{{1,100}}))?", re.ASCII)
 Version = Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
@@ -28,13 +26,12 @@ Version = Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
 class WeightLabel:
     text: str
     version: int = START_VERSION
+    # Whether the text names a version. If not, nothing was loaded since the server started.
     numbered: bool = False
-    """Whether the text names a version. If not, nothing was loaded since the server started."""
-    run: str | None = None
-    """The run that loaded the weights, if it did so itself."""
+    run: str | None = None  # The run that loaded the weights, if it did so itself.
+    # `loading` or `failed` if the weights may be of two versions at once. None of their
+    # samples are trained on.
     unfit: str | None = None
-    """`loading` or `failed` if the weights may be of two versions at once. None of their samples
-    are trained on."""
 
     @classmethod
     def parse(cls, text: str) -> "WeightLabel":
@@ -81,18 +78,18 @@ class Call:
 
     path: str
     body: Any = None
+    # Whether the server refuses while requests still hold resources. The call is then
+    # repeated a few times.
     may_be_early: bool = False
-    """Whether the server refuses while requests still hold resources. The call is then repeated a
-    few times."""
 
 
 class ControlCalls:
     """A server that reports no weights and loads none. Each server has a subclass. Stateless."""
 
+    # GET paths. The first one that answers is used from then on.
     version_paths: tuple[str, ...] = ()
-    """GET paths. The first one that answers is used from then on."""
+    # The remedy if the server lacks an endpoint.
     hint: str = 'Set engine.weight_update = "trainer": this dialect has no calls that load weights'
-    """The remedy if the server lacks an endpoint."""
 
     def read_version(self, body: bytes) -> str | None:
         """The weights' name in the answer of a version path."""
@@ -117,8 +114,7 @@ class ControlCalls:
 
     # LoRA adapters: each version is loaded beside the others, under a name of its own, and requests name it as model.
 
-    models_path: str = "/v1/models"
-    """GET path. The names of the loaded adapters are among its ids."""
+    models_path: str = "/v1/models"  # GET path. The names of the loaded adapters are among its ids.
 
     def read_adapters(self, body: bytes) -> list[str]:
         """The ids that the server lists, the last loaded last."""

@@ -20,11 +20,10 @@ from headpond.processes.child_programs import LAUNCHER
 from headpond.processes.privacy import inherited_variables
 from headpond.spans import timed
 
+# Programs yield the CPU to the event loop that serves them. At normal priority, 16 starting at
+# once took 90 % of the loop's time.
 NICENESS = 10
-"""Programs yield the CPU to the event loop that serves them. At normal priority, 16 starting at
-once took 90 % of the loop's time."""
-MAX_OUTPUT_BYTES = 1 << 20
-"""Limit for a program's output: its last bytes."""
+MAX_OUTPUT_BYTES = 1 << 20  # Limit for a program's output: its last bytes.
 BLOCK_BYTES = 1 << 16  # The capacity of a pipe.
 
 
@@ -70,10 +69,8 @@ def _agent_user(name: str) -> AgentUser | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramResult:
-    exit_code: int
-    """Exit code; a negative one is the signal that killed the program."""
-    output: str
-    """Standard output and standard error."""
+    exit_code: int  # Exit code; a negative one is the signal that killed the program.
+    output: str  # Standard output and standard error.
 
 
 async def run_program(

@@ -218,8 +218,7 @@ class Grader:
     def __init__(self) -> None:
         self._socket, self._child_socket = socket.socketpair()
         self._process: subprocess.Popen[bytes] | None = None
-        self._pidfd: int | None = None
-        """Readable when the process has ended."""
+        self._pidfd: int | None = None  # Readable when the process has ended.
         self._imported: set[str] = set()
         self._stopped = False
         self.calls = 0

@@ -18,8 +18,7 @@ BUILT_INS = {
     "guess": "headpond.environments.builtin.guess:Guess",
     "distinct": "headpond.environments.builtin.distinct:Distinct",
     "program": "headpond.environments.builtin.arithmetic_program:ArithmeticProgram",
-}
-"""Loaded when no environment is configured."""
+}  # Loaded when no environment is configured.
 ADAPTERS = {"verifiers": "headpond.environments.verifiers:Verifiers"}
 
 
@@ -62,8 +61,8 @@ class WrongOption(ConfigError):
         self.option = option
 
 
+# Maps the keys of a setting to the place that sets it: `RunConfig.place_of`.
 PlaceOf = Callable[..., str]
-"""Maps the keys of a setting to the place that sets it: `RunConfig.place_of`."""
 
 
 def load_environments(

@@ -30,12 +30,10 @@ class LagSummary:
     p90_s: float
     p99_s: float
     max_s: float
-    blocked_s: float
-    """Sum of the lags above BLOCKED_ABOVE_S."""
-    cpu_share: float
-    """CPU time of the loop's thread / wall time."""
+    blocked_s: float  # Sum of the lags above BLOCKED_ABOVE_S.
+    cpu_share: float  # CPU time of the loop's thread / wall time.
+    # Code that blocked the loop -> seconds since the start; filled by a LagTrace.
     blockers: dict[str, float] = field(default_factory=dict[str, float])
-    """Code that blocked the loop -> seconds since the start; filled by a LagTrace."""
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)

@@ -40,8 +40,8 @@ MAX_BLOCKERS = 200  # Further names are counted as OTHERS.
 BLOCKERS_SHOWN = 5
 PLACE_CHARACTERS = 300  # Limit for a worker's blocked code in a status.
 OTHERS = "others"
+# A window above any of these limits is logged as a warning.
 LIMITS_S = {"p90_s": 0.05, "p99_s": 0.25, "max_s": 1.0}
-"""A window above any of these limits is logged as a warning."""
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 

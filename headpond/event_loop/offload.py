@@ -114,13 +114,12 @@ class FilePool(Pool):
     def __init__(self, *, name: str, threads: int) -> None:
         super().__init__(name=name, threads=threads)
         self._waiting = deque[WaitingCall]()
+        # Finished calls: the future, the result, the error. Only the loop's thread
+        # removes them.
         self._done = deque[tuple["asyncio.Future[Any]", Any, BaseException | None]]()
-        """Finished calls: the future, the result, the error. Only the loop's thread removes
-        them."""
-        self._at_work = 0
-        """Number of working threads. Only the loop's thread changes it."""
+        self._at_work = 0  # Number of working threads. Only the loop's thread changes it.
+        # thread -> start of its present call. Only that thread changes its entry.
         self._begun = dict[int, float]()
-        """thread -> start of its present call. Only that thread changes its entry."""
         self._look: asyncio.TimerHandle | None = None
 
     async def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -25,22 +25,20 @@ from headpond.store import Store, atomic, open_store
 from headpond.store.opening import run_store_url
 
 SHOWN_MOST = 20  # of any one kind of problem
+# In the run directory: the steps that the end of an orchestrator has audited.
 AUDITED = "audited.json"
-"""In the run directory: the steps that the end of an orchestrator has audited."""
 
-Progress = Callable[[int, int], None]
-"""called with the bytes checked so far and an estimate of all"""
+Progress = Callable[[int, int], None]  # called with the bytes checked so far and an estimate of all
 
 
 class Scope(StrEnum):
     """What is read. Steps are new if no orchestrator has audited them at its end."""
 
-    FULL = "full"
-    """every rollout, every manifest and every file"""
-    NEW_FILES = "new files"
-    """every rollout and every manifest, the files of new steps"""
+    FULL = "full"  # every rollout, every manifest and every file
+    NEW_FILES = "new files"  # every rollout and every manifest, the files of new steps
+    # open rollouts, those of new steps, and the ledger's own counts; manifests and files of
+    # new steps
     NEW = "new"
-    """open rollouts, those of new steps, and the ledger's own counts; manifests and files of new steps"""
 
 
 def no_progress(done: int, total: int) -> None:

@@ -17,8 +17,7 @@ from headpond.inspection.run_state import last_status
 from headpond.ledger import histories, queries, schema
 from headpond.store import atomic
 
-FOLDER = "retry"
-"""of a run directory: the requests that no orchestrator has taken yet"""
+FOLDER = "retry"  # of a run directory: the requests that no orchestrator has taken yet
 CAUSES_SHOWN = 10
 EXAMPLES_MOST = 10_000  # of one request
 

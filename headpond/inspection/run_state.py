@@ -11,17 +11,15 @@ from pydantic import ValidationError
 from headpond.records.status import Status
 
 SILENT_S = 10.0  # ten statuses are missing
+# in the run directory: data of a Redis that `headpond up` starts and ends with the run
 OWN_REDIS = "redis"
-"""in the run directory: data of a Redis that `headpond up` starts and ends with the run"""
 
 
 class State(StrEnum):
-    NOT_BEGUN = "not begun"
-    """its directory has no run.json"""
+    NOT_BEGUN = "not begun"  # its directory has no run.json
     STARTING = "starting"
     RUNNING = "running"
-    SILENT = "silent"
-    """its process exists but writes no status"""
+    SILENT = "silent"  # its process exists but writes no status
     STOPPED = "stopped"
     DONE = "done"
 

@@ -34,12 +34,9 @@ class Seen(Status):
     status_age_s: float | None
     changed_settings: list[dict[str, Any]] = []
     deaths: list[dict[str, Any]] = []
-    workers: dict[str, list[str]] = {}
-    """worker -> the jobs it runs"""
-    asked: dict[str, str] = {}
-    """job -> the replica that one of its requests waits for"""
-    present_workers: dict[str, dict[str, Any]] = {}
-    """node -> its `Presence`"""
+    workers: dict[str, list[str]] = {}  # worker -> the jobs it runs
+    asked: dict[str, str] = {}  # job -> the replica that one of its requests waits for
+    present_workers: dict[str, dict[str, Any]] = {}  # node -> its `Presence`
     redis: dict[str, str | None]
     ledger: dict[str, str | None]
 

@@ -12,14 +12,10 @@ NAME, LOCK = "up.json", "up.lock"
 
 class EndedProcess(msgspec.Struct, frozen=True, kw_only=True):
     name: str
-    ended: str
-    """how, e.g. `ended with exit code 1`"""
-    starts: int
-    """how often it was started again"""
-    returns: bool
-    """whether it is started again, or is running again"""
-    reason: str
-    """a line of its output"""
+    ended: str  # how, e.g. `ended with exit code 1`
+    starts: int  # how often it was started again
+    returns: bool  # whether it is started again, or is running again
+    reason: str  # a line of its output
     log: str
 
     @property

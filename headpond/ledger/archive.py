@@ -9,8 +9,8 @@ import sqlite3
 from headpond.ids import COLUMNS_FILE, EXPERTS_FILE, execution_directory
 from headpond.ledger.states import RolloutState
 
+# `closed_rollouts.state`; a state that no closed rollout has is kept as its text
 FILTERED, DELIVERED, DEAD, EVALUATED = 0, 1, 2, 3
-"""`closed_rollouts.state`; a state that no closed rollout has is kept as its text"""
 CODES = {
     RolloutState.FILTERED: FILTERED,
     RolloutState.DELIVERED: DELIVERED,
@@ -18,8 +18,9 @@ CODES = {
     RolloutState.EVALUATED: EVALUATED,
 }
 STATES = {code: state for state, code in CODES.items()}
+# `closed_rollouts.columns` and `.experts` of a file whose key follows from the rollout and its
+# execution
 DERIVED = 1
-"""`closed_rollouts.columns` and `.experts` of a file whose key follows from the rollout and its execution"""
 
 TABLES = """
 CREATE TABLE names (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
@@ -38,12 +39,12 @@ CREATE TABLE histories (id INTEGER PRIMARY KEY, grp INTEGER NOT NULL, step INTEG
 CREATE INDEX closed_steps ON closed_groups (step) WHERE step IS NOT NULL;
 CREATE INDEX groups_of_histories ON histories (grp);
 """
+# SQL for a closed rollout's id
 ROLLOUT = "printf('g%07d-%d', closed_rollouts.grp, closed_rollouts.idx)"
-"""SQL for a closed rollout's id"""
+# SQL for a closed rollout's state
 STATE = f"""
     CASE closed_rollouts.state WHEN {FILTERED} THEN 'filtered' WHEN {DEAD} THEN 'dead' WHEN {EVALUATED} THEN 'evaluated'
     WHEN {DELIVERED} THEN iif(batches.state = 'trained', 'trained', 'delivered') ELSE closed_rollouts.state END"""
-"""SQL for a closed rollout's state"""
 VIEWS = f"""
 CREATE VIEW all_rollouts AS
     SELECT {ROLLOUT} AS id, {STATE} AS state,
@@ -69,8 +70,8 @@ CREATE VIEW kept_jobs AS
     UNION ALL SELECT id, kind, state, attempt, failures, losses, error FROM jobs;
 """
 
+# the groups that are being archived
 CLOSING = "CREATE TEMP TABLE closing (id TEXT PRIMARY KEY, ordinal INTEGER NOT NULL) WITHOUT ROWID"
-"""the groups that are being archived"""
 SELECT_CLOSING = """
 INSERT INTO temp.closing SELECT id, ordinal FROM groups WHERE state = 'closed' ORDER BY ordinal LIMIT ?"""
 # A commit that SQLite reports as failed may be on disk. When it is repeated, some of its groups are archived already.

@@ -41,8 +41,7 @@ def events_of(
 class Kept(NamedTuple):
     """What the ledger keeps of a group beside its rows: of old groups nothing (`trainer.keep_events_steps`)."""
 
-    results: dict[int, Row]
-    """index -> `RolloutResult` as JSON, for rollouts that have one"""
+    results: dict[int, Row]  # index -> `RolloutResult` as JSON, for rollouts that have one
     errors: dict[int, str]
     jobs: list[Row]
 

@@ -12,8 +12,9 @@ from headpond.ids import GroupId, RolloutId
 from headpond.ledger import archive
 from headpond.ledger.states import RolloutState
 
+# Archived rows that one page reads: 10 to 20 ms. An index by reason would be written with every
+# rollout.
 SCANNED_MOST = 20_000
-"""Archived rows that one page reads: 10 to 20 ms. An index by reason would be written with every rollout."""
 
 FIELDS = ("grp", "idx", "state", "reason", "step", "environment", "example", "reward", "advantage", "turns",
           "prompt_tokens", "tool_tokens", "completion_tokens", "samples", "version_first", "version_last", "masked",
@@ -50,8 +51,7 @@ class Key(NamedTuple):
     """Where a page begins: it holds rollouts before this one."""
 
     ordinal: int
-    number: int
-    """of the rollout in its group"""
+    number: int  # of the rollout in its group
 
     def __str__(self) -> str:
         return str(RolloutId(str(GroupId(self.ordinal)), self.number))
@@ -69,8 +69,7 @@ class Filter:
     reason: str | None = None
     step: int | None = None
     environment: str | None = None
-    lost_before_generation: bool = False
-    """only rollouts that ended without a result"""
+    lost_before_generation: bool = False  # only rollouts that ended without a result
 
     @property
     def is_empty(self) -> bool:
@@ -80,8 +79,7 @@ class Filter:
 @dataclass(frozen=True, kw_only=True)
 class Page:
     rows: list[Row]
-    next: Key | None
-    """None after the last page"""
+    next: Key | None  # None after the last page
 
 
 def rollouts_page(

@@ -20,13 +20,12 @@ from headpond.ledger.states import IN_FLIGHT, BatchState, JobState, RolloutState
 
 Row = tuple[Any, ...]
 
-ROLLOUT = "rollouts.grp || '-' || rollouts.idx"
-"""SQL for the id of a rollout in the hot tables"""
+ROLLOUT = "rollouts.grp || '-' || rollouts.idx"  # SQL for the id of a rollout in the hot tables
 DELIVERED = "rollouts.state IN ('delivered', 'trained')"
-DIED = "died:"
-"""before the kind of a dead job, in `counts`"""
-DEATHS_SHOWN = 3
-"""most frequent causes of death in a status"""
+DIED = "died:"  # before the kind of a dead job, in `counts`
+DEATHS_SHOWN = 3  # most frequent causes of death in a status
+# problem -> query for the ids that have it. Every rollout has a group; every open one has a job
+# that will move it.
 STRUCTURE_CHECKS = {
     "rollout {} belongs to no group": f"""
         SELECT {ROLLOUT} FROM rollouts LEFT JOIN groups ON grp = id WHERE id IS NULL""",
@@ -47,7 +46,6 @@ STRUCTURE_CHECKS = {
     "rollout {} has a step and is in no batch": f"""
         SELECT {ROLLOUT} FROM rollouts WHERE step IS NOT NULL AND state NOT IN ('batched', 'delivered', 'trained')""",
 }
-"""problem -> query for the ids that have it. Every rollout has a group; every open one has a job that will move it."""
 ARCHIVE_CHECKS = {
     "rollout {} is archived without its group": f"""
         SELECT {archive.ROLLOUT} FROM closed_rollouts LEFT JOIN closed_groups ON ordinal = grp WHERE ordinal IS NULL""",
@@ -58,8 +56,7 @@ ARCHIVE_CHECKS = {
         WHERE closed_rollouts.state = {archive.DELIVERED} AND coalesce(batches.state, 'composed') = 'composed'""",
     "group {} is archived and open": """
         SELECT groups.id FROM groups JOIN closed_groups USING (ordinal)""",
-}
-"""the same for closed groups; each reads the whole archive"""
+}  # the same for closed groups; each reads the whole archive
 
 
 @contextmanager

@@ -10,8 +10,7 @@ from headpond.store import BlobRef
 
 class SealedFile(NamedTuple):
     ref: BlobRef
-    released: str
-    """one of `queries.RELEASED`"""
+    released: str  # one of `queries.RELEASED`
     of_rollout: bool
 
 

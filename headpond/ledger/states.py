@@ -29,8 +29,8 @@ class RolloutState(LedgerEnum):
     DELIVERED = "delivered"
     TRAINED = "trained"
     DEAD = "dead"
+    # the end of every rollout of an evaluation; its reason is why it has no score
     EVALUATED = "evaluated"
-    """the end of every rollout of an evaluation; its reason is why it has no score"""
 
 
 class GroupState(LedgerEnum):
@@ -39,25 +39,20 @@ class GroupState(LedgerEnum):
     PLAYING = "play"
     ADMITTED = "admitted"
     BATCHED = "batched"
-    EVALUATED = "evaluated"
-    """its evaluation is not done yet"""
-    CLOSED = "closed"
-    """delivered, dropped or evaluated"""
+    EVALUATED = "evaluated"  # its evaluation is not done yet
+    CLOSED = "closed"  # delivered, dropped or evaluated
 
 
+# States of groups that no stage works on.
 FINISHED = frozenset({GroupState.ADMITTED, GroupState.BATCHED, GroupState.EVALUATED, GroupState.CLOSED})
-"""States of groups that no stage works on."""
 
 
 class JobState(LedgerEnum):
-    WAITING = "waiting"
-    """to be submitted, for the first time or again"""
+    WAITING = "waiting"  # to be submitted, for the first time or again
     SUBMITTED = "submitted"
     SETTLED = "settled"
-    DEAD = "dead"
-    """its attempts are used up"""
-    CANCELLED = "cancelled"
-    """no longer needed"""
+    DEAD = "dead"  # its attempts are used up
+    CANCELLED = "cancelled"  # no longer needed
 
 
 class BatchState(LedgerEnum):
@@ -81,10 +76,10 @@ TRANSITIONS: dict[RolloutState, frozenset[RolloutState]] = {
     _R.DEAD: frozenset(),
     _R.EVALUATED: frozenset(),
 }
+# where a rollout of training ends -> state and reason of an evaluation's rollout
 EVALUATION_ENDS = {_R.FILTERED: (_R.EVALUATED, "cancelled"), _R.DEAD: (_R.EVALUATED, "dead")}
-"""where a rollout of training ends -> state and reason of an evaluation's rollout"""
+# states of rollouts whose files are not read again
 UNREAD = frozenset({_R.FILTERED, _R.DEAD, _R.EVALUATED})
-"""states of rollouts whose files are not read again"""
 IN_FLIGHT = frozenset({_R.PLANNED, _R.SUBMITTED, _R.RUNNING, _R.GENERATED, _R.ADMITTED, _R.BATCHED})
 UNGENERATED = frozenset({_R.PLANNED, _R.SUBMITTED, _R.RUNNING})
 

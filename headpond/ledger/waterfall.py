@@ -13,17 +13,15 @@ from typing import Any, NamedTuple
 from headpond.ledger import archive
 from headpond.ledger.states import RolloutState
 
-BLOCK = 1024
-"""groups: 8,192 rollouts of groups of 8, about 10 ms"""
+BLOCK = 1024  # groups: 8,192 rollouts of groups of 8, about 10 ms
 UNGENERATED = ("planned", "submitted", "running")
 
 
 class Amount(NamedTuple):
     rollouts: int = 0
-    tokens: int = 0
-    """sampled ones"""
+    tokens: int = 0  # sampled ones
+    # that the requests of their turns took, in the executions that produced the results
     seconds: float = 0.0
-    """that the requests of their turns took, in the executions that produced the results"""
 
     def plus(self, other: "Amount") -> "Amount":
         return Amount(self.rollouts + other.rollouts, self.tokens + other.tokens, self.seconds + other.seconds)
@@ -35,8 +33,7 @@ class Amount(NamedTuple):
 class Kind(NamedTuple):
     state: str
     reason: str | None
-    generated: bool
-    """whether it has a result"""
+    generated: bool  # whether it has a result
 
 
 Sums = dict[Kind, Amount]

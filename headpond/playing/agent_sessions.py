@@ -51,8 +51,7 @@ class AgentSession:
 
     def __init__(self, http: aiohttp.ClientSession, base_url: str, secret: str, control_secret: str) -> None:
         self.base_url = base_url
-        self.secret = secret
-        """Key for chats. The agent does not get the other key."""
+        self.secret = secret  # Key for chats. The agent does not get the other key.
         self.control_secret = control_secret
         self._http = http
         self._url = base_url.removesuffix("/v1")

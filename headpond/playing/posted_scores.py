@@ -9,15 +9,14 @@ from headpond.environments.protocol import Score, checked_score, total
 from headpond.errors import BadRequest, StageError
 
 Numbers = Mapping[str, float]
+# One reward for each recorded turn.
 TurnRewards = Annotated[tuple[float, ...], msgspec.Meta(max_length=100_000)]
-"""One reward for each recorded turn."""
 
 
 class PostedScore(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True, omit_defaults=True):
     """A posted score, with the fields of `Score`."""
 
-    reward: float | None = None
-    """Defaults to the sum of `rewards`."""
+    reward: float | None = None  # Defaults to the sum of `rewards`.
     rewards: Numbers = {}
     turn_rewards: TurnRewards | None = None
     agent_rewards: Numbers = {}

@@ -58,10 +58,10 @@ class Attempt:
     attempt: int
     execution: str
     seed: int
+    # Time limit. The rollout then ends with the turns that it has, as a failure of the
+    # policy.
     timeout_s: float
-    """Time limit. The rollout then ends with the turns that it has, as a failure of the policy."""
-    orders: Orders = NO_ORDERS
-    """The run's requirements on the engine's replicas."""
+    orders: Orders = NO_ORDERS  # The run's requirements on the engine's replicas.
 
     @property
     def key(self) -> str:
@@ -77,15 +77,13 @@ class RolloutStage:
     store: Store
     settings: Policy
     dialect: Dialect
+    # Session servers for external agents; None if none is configured.
     sessions: SessionServers | None = None
-    """Session servers for external agents; None if none is configured."""
+    # Settings of `[sessions]` that apply in this process too: `echo`, `concurrency`,
+    # `when_busy`.
     recording: Sessions = field(default_factory=Sessions)
-    """Settings of `[sessions]` that apply in this process too: `echo`, `concurrency`,
-    `when_busy`."""
-    fields: tuple[TrainerField, ...] = ()
-    """Declared fields for the trainer."""
-    trained: bool = True
-    """True if a field without a value and a default is an error."""
+    fields: tuple[TrainerField, ...] = ()  # Declared fields for the trainer.
+    trained: bool = True  # True if a field without a value and a default is an error.
 
 
 async def play(stage: RolloutStage, environment: LoadedEnvironment, example: int, attempt: Attempt) -> RolloutResult:

@@ -54,8 +54,7 @@ class ChildProcess:
         # The child also inherits the marks of the processes above it.
         marks = {MARK: f"{self.mark} {inherited.get(MARK, '')}".strip()}
         with self.log.open("ab" if append else "wb") as log:
-            self.log_start = log.tell()
-            """Where this process's output begins in the log."""
+            self.log_start = log.tell()  # Where this process's output begins in the log.
             self._popen = subprocess.Popen(
                 launched,
                 cwd=cwd or directory,

@@ -6,8 +6,8 @@ threads.
 
 import inspect
 
+# Variable that every descendant of a child inherits. Not HEADPOND_*: those are not passed on.
 MARK = "STARTED_BY"
-"""Variable that every descendant of a child inherits. Not HEADPOND_*: those are not passed on."""
 
 
 def kill_marked(mark: str) -> None:

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from headpond.errors import Busy
 
 BUSY = "session already has an in-flight chat completion"
+# Chats that may wait for a free place. An agent that starts more at once is refused.
 MAX_QUEUED = 256
-"""Chats that may wait for a free place. An agent that starts more at once is refused."""
+# Numbers of failed requests that are kept for their retries: more than chats in flight at one
+# time.
 MAX_LOST = 64
-"""Numbers of failed requests that are kept for their retries: more than chats in flight at one time."""
 DIGEST_BYTES = 16
 
 
@@ -24,12 +25,9 @@ DIGEST_BYTES = 16
 class Claim:
     """A place for one chat."""
 
-    arrival: int | None = None
-    """Number of its request, once it has arrived."""
-    request: bytes = b""
-    """Digest of the request."""
-    turn: int | None = None
-    """The turn that was recorded."""
+    arrival: int | None = None  # Number of its request, once it has arrived.
+    request: bytes = b""  # Digest of the request.
+    turn: int | None = None  # The turn that was recorded.
 
 
 class Arrivals:
@@ -38,8 +36,8 @@ class Arrivals:
         self._queue = queue
         self._claims: list[Claim] = []
         self._waiting: list[asyncio.Future[None]] = []  # at most 256; an empty deque takes 760 bytes
+        # Number of a request that was not recorded -> its digest.
         self._lost: dict[int, bytes] = {}
-        """Number of a request that was not recorded -> its digest."""
         self._last_recorded = -1
 
     @property
@@ -174,8 +172,7 @@ class UnseenTurns:
 
     def __init__(self) -> None:
         self.turns: set[int] = set()
-        self.unsaved: dict[int, None] = {}
-        """Turns that were seen since the log was written."""
+        self.unsaved: dict[int, None] = {}  # Turns that were seen since the log was written.
 
     def add(self, turn: int, *, seen: bool) -> None:
         if not seen:

@@ -17,20 +17,17 @@ from headpond.errors import BadRequest
 from headpond.recording.echoes import Echo, calls_alone, exact_form, is_text, meaning
 from headpond.turn import Ids, Message, OpenSample, RouteFormat
 
-NO_ARRIVAL = -1
-"""Arrival number of a request that is not recorded."""
-ANSWER = b"answer"
-"""Separates digests of recorded answers from those of other messages."""
+NO_ARRIVAL = -1  # Arrival number of a request that is not recorded.
+ANSWER = b"answer"  # Separates digests of recorded answers from those of other messages.
+# Recognised echoes that are kept by their exact form: about 200 KB. A forgotten one is compared
+# again.
 MAX_ALIASES = 1024
-"""Recognised echoes that are kept by their exact form: about 200 KB. A forgotten one is compared
-again."""
 
 
 class Mode(StrEnum):
+    # One conversation per agent: a request extends it, or discards at most its last answer.
     LINEAR = "linear"
-    """One conversation per agent: a request extends it, or discards at most its last answer."""
-    OPEN = "open"
-    """Any request is allowed: sub-agents, compacted contexts."""
+    OPEN = "open"  # Any request is allowed: sub-agents, compacted contexts.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,17 +38,13 @@ class Checkpoint:
     parent: int = -1
     messages: int = 0
     digest: bytes = b""
-    request_digest: bytes = b""
-    """Digest without the answer."""
-    answer: bytes = b""
-    """Exact form of the answer."""
-    echo: bytes = b""
-    """Exact form of the parent's answer as the request repeated it."""
+    request_digest: bytes = b""  # Digest without the answer.
+    answer: bytes = b""  # Exact form of the answer.
+    echo: bytes = b""  # Exact form of the parent's answer as the request repeated it.
+    # Digest with the answer's calls alone: an echo may lack the text. Empty if there are no
+    # calls, or no text.
     calls: bytes = b""
-    """Digest with the answer's calls alone: an echo may lack the text. Empty if there are no calls,
-    or no text."""
-    twin: int = -1
-    """The last turn with the same digest that was committed before this one."""
+    twin: int = -1  # The last turn with the same digest that was committed before this one.
     arrival: int = -1
     agent: str = ""
 
@@ -65,12 +58,10 @@ class ConversationRequest:
 
     parent: Checkpoint
     appended: Sequence[Message]
-    forms: Sequence[bytes]
-    """Exact forms of `appended`."""
-    echo: bytes = b""
-    """Exact form of the parent's answer as the request repeats it."""
+    forms: Sequence[bytes]  # Exact forms of `appended`.
+    echo: bytes = b""  # Exact form of the parent's answer as the request repeats it.
+    # Positions of messages that are recorded answers in another form, and their turns.
     repairs: Sequence[tuple[int, int]] = ()
-    """Positions of messages that are recorded answers in another form, and their turns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +69,7 @@ class DigestedMessages:
     """The messages of a request, validated."""
 
     messages: Sequence[Message]
-    forms: Sequence[bytes]
-    """The exact form of each message."""
+    forms: Sequence[bytes]  # The exact form of each message.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,18 +77,13 @@ class Prepared:
     """The inputs for sending a request and for reading its response."""
 
     request: ConversationRequest
-    arrival: int
-    """Number of the request in the session, from 0 on."""
-    history_ids: Ids
-    """Tokens of the conversation before `request.appended`."""
-    answer_from: int
-    """Position of the last answer in `history_ids`."""
+    arrival: int  # Number of the request in the session, from 0 on.
+    history_ids: Ids  # Tokens of the conversation before `request.appended`.
+    answer_from: int  # Position of the last answer in `history_ids`.
+    # First routed row to request, provided that the prompt begins with `history_ids`.
     routes_from: int
-    """First routed row to request, provided that the prompt begins with `history_ids`."""
-    open_turns: Mapping[int, OpenSample]
-    """Turns that the response may extend."""
-    route_format: RouteFormat
-    """An argument of `read_turn`."""
+    open_turns: Mapping[int, OpenSample]  # Turns that the response may extend.
+    route_format: RouteFormat  # An argument of `read_turn`.
 
     @property
     def open_samples(self) -> list[OpenSample]:
@@ -122,16 +107,16 @@ class Conversation:
         self._mode = mode
         self._append_roles = append_roles
         self._checkpoints: list[Checkpoint] = []
+        # Digest -> its turn committed last. `Checkpoint.twin` leads to the others.
         self._last_at: dict[bytes, int] = {}
-        """Digest -> its turn committed last. `Checkpoint.twin` leads to the others."""
-        self._answered: set[bytes] = set()
-        """Digests of requests that have an answer."""
+        self._answered: set[bytes] = set()  # Digests of requests that have an answer.
+        # Digest of a request and the exact form of an echo behind it -> digest of the
+        # answer.
         self._aliases: dict[bytes, bytes] = {}
-        """Digest of a request and the exact form of an echo behind it -> digest of the answer."""
+        # `Checkpoint.calls` -> digest of the answer that was committed last.
         self._calls: dict[bytes, bytes] = {}
-        """`Checkpoint.calls` -> digest of the answer that was committed last."""
+        # The first and the last turn of each agent, by arrival.
         self._agents: dict[str, tuple[int, int]] = {}
-        """The first and the last turn of each agent, by arrival."""
 
     @property
     def turns(self) -> int:

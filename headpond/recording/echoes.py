@@ -17,22 +17,20 @@ from headpond.turn import Message
 
 
 class Echo(StrEnum):
+    # An assistant message with the meaning of a recorded answer is that answer.
     RECOGNISED = "recognised"
-    """An assistant message with the meaning of a recorded answer is that answer."""
-    EXACT = "exact"
-    """An assistant message is a recorded answer only if it is the same message."""
+    EXACT = "exact"  # An assistant message is a recorded answer only if it is the same message.
 
 
 # Fields by which messages are compared. An absent field, null, "" and [] are equal.
 COMPARED = ("role", "content", "reasoning_content", "tool_calls")
+# Other names of an assistant's thoughts. If they are changed, the recorded answer is restored.
 THOUGHTS = ("reasoning", "thinking", "thinking_blocks", "reasoning_details")
-"""Other names of an assistant's thoughts. If they are changed, the recorded answer is restored."""
 FORMS = {Echo.EXACT: COMPARED, Echo.RECOGNISED: (*COMPARED, *THOUGHTS)}
 TEXT_PARTS = frozenset({"text", "output_text"})
 THOUGHT_PARTS = frozenset({"thinking", "redacted_thinking", "reasoning"})
 END_OF_THOUGHTS = "</think>"
-MAX_SAFE_INTEGER = 2**53
-"""Larger floats are all integers, and print differently."""
+MAX_SAFE_INTEGER = 2**53  # Larger floats are all integers, and print differently.
 
 
 def exact_form(message: Message, echo: Echo) -> bytes:

@@ -18,33 +18,29 @@ from headpond.store.experts import Chunk
 
 Offsets = NDArray[np.int64]
 NO_SAMPLE = -1
+# First character of agent names that are random ids.
 ID_MARK = "#"
-"""First character of agent names that are random ids."""
 
 
 @dataclass(kw_only=True)
 class Sample:
-    turns: list[int]
-    """Its own turns: this sample trains on them."""
-    shared: list[int]
-    """The turns of other samples that its first turn continues."""
-    parent: int
-    """The sample that this one branches off or follows; -1 for none."""
+    turns: list[int]  # Its own turns: this sample trains on them.
+    shared: list[int]  # The turns of other samples that its first turn continues.
+    parent: int  # The sample that this one branches off or follows; -1 for none.
     agent: str
+    # The position at which its first prompt differs from its agent's previous sequence.
     broken_at: int | None
-    """The position at which its first prompt differs from its agent's previous sequence."""
 
 
 @dataclass(kw_only=True)
 class SampleTree:
+    # The turns in the order of arrival. Indices below are positions in this list.
     turns: list[TurnDelta]
-    """The turns in the order of arrival. Indices below are positions in this list."""
     samples: list[Sample] = field(default_factory=list[Sample])
     sample_of: list[int] = field(default_factory=list[int])
+    # The routed rows that each turn adds to those of the turn before, as chunks of sample 0.
     chunks_of: list[list[Chunk]] = field(default_factory=list[list[Chunk]])
-    """The routed rows that each turn adds to those of the turn before, as chunks of sample 0."""
-    unseen: frozenset[int] = frozenset()
-    """Turns whose answers no client saw: masked from the loss."""
+    unseen: frozenset[int] = frozenset()  # Turns whose answers no client saw: masked from the loss.
     repaired_echoes: int = 0
 
     def lengths(self) -> list[int]:

@@ -36,50 +36,43 @@ class TurnDelta:
     """A turn's additions to the sequence that its prompt begins with. Its routed rows are in the
     experts file."""
 
-    arrival: int
-    """Number of its request in the session."""
+    arrival: int  # Number of its request in the session.
+    # The earlier-arrived turn with the longest sequence, prompt and completion, that the
+    # prompt begins with; -1 for none.
     base: int
-    """The earlier-arrived turn with the longest sequence, prompt and completion, that the prompt
-    begins with; -1 for none."""
-    prefix_tokens: int
-    """Length of that sequence."""
-    prompt_ids: Ids
-    """The prompt from `prefix_tokens` on."""
+    prefix_tokens: int  # Length of that sequence.
+    prompt_ids: Ids  # The prompt from `prefix_tokens` on.
     completion_ids: Ids
     completion_logprobs: Logprobs
     completion_mask: Mask | None = None
+    # Its routed rows in the experts file: position of the first row in its sequence, and
+    # their number.
     chunks: tuple[tuple[int, int], ...]
-    """Its routed rows in the experts file: position of the first row in its sequence, and their number."""
     agent: str
     engine: str
-    version_first: int
-    """The lowest policy version that may have sampled one of its tokens."""
-    version_last: int
-    """The highest one."""
+    version_first: int  # The lowest policy version that may have sampled one of its tokens.
+    version_last: int  # The highest one.
     temperature: float
     sampling: str
     finish_reason: str
     truncated: bool
     overlong_prompt: bool
-    matches: int
-    """Number of open samples that the prompt began with."""
-    unknown_logprobs: int = 0
-    """Completion tokens without a logprob. They are masked."""
+    matches: int  # Number of open samples that the prompt began with.
+    unknown_logprobs: int = 0  # Completion tokens without a logprob. They are masked.
+    # Whether routed experts were requested and the response had none of the new rows.
     routes_absent: bool = False
-    """Whether routed experts were requested and the response had none of the new rows."""
+    # The trainer's fields in the engine's response: one number, or one per completion token.
     fields: Mapping[str, Array] = field(default_factory=dict[str, Array])
-    """The trainer's fields in the engine's response: one number, or one per completion token."""
+    # Whether `version_first`, or the versions in `version_spans`, sampled every token.
     version_exact: bool = False
-    """Whether `version_first`, or the versions in `version_spans`, sampled every token."""
+    # The spans of several versions, if the response states them.
     version_spans: tuple[VersionSpan, ...] = ()
-    """The spans of several versions, if the response states them."""
+    # `TurnMetadata.answered_at`; None once the version is settled.
     answered_at: float | None = None
-    """`TurnMetadata.answered_at`; None once the version is settled."""
-    begun_at: float = 0.0
-    """`begun_at` and `seconds` are those of `TurnMetadata`."""
+    begun_at: float = 0.0  # `begun_at` and `seconds` are those of `TurnMetadata`.
     seconds: float = 0.0
+    # The tokens that each completion token was drawn from, one set after the other.
     support_ids: Ids | None = None
-    """The tokens that each completion token was drawn from, one set after the other."""
     support_lengths: Ids | None = None
 
     @property
@@ -109,16 +102,12 @@ class Samples:
 
     def __init__(self, *, max_samples: int | None = None) -> None:
         self.turns: list[TurnDelta] = []
-        self.nbytes = 0
-        """Size of the arrays of all turns."""
-        self.repaired: set[int] = set()
-        """Turns whose answers came back in another form."""
-        self.digests: list[int] = []
-        """Digest of each turn's whole sequence."""
+        self.nbytes = 0  # Size of the arrays of all turns.
+        self.repaired: set[int] = set()  # Turns whose answers came back in another form.
+        self.digests: list[int] = []  # Digest of each turn's whole sequence.
+        # Length of each turn's sequence, and the turn; sorted.
         self._ends: list[tuple[int, int]] = []
-        """Length of each turn's sequence, and the turn; sorted."""
-        self._open: dict[int, Fingerprint] = {}
-        """Turns that no other turn extends."""
+        self._open: dict[int, Fingerprint] = {}  # Turns that no other turn extends.
         self._extended: set[int] = set()
         self._max_samples = max_samples
 

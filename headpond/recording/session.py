@@ -44,8 +44,9 @@ from headpond.turn import ANY_FORMAT, Ids, Message, RouteFormat, SaidVersion, Tu
 logger = logging.getLogger(__name__)
 
 NO_METADATA = TurnMetadata()
+# (engine, version before the request, time of the response) -> the version after it
+# (`Replicas.after`).
 VersionAfter = Callable[[str, int, float], Awaitable[SaidVersion | None]]
-"""(engine, version before the request, time of the response) -> the version after it (`Replicas.after`)."""
 
 
 class State(StrEnum):

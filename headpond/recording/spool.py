@@ -50,26 +50,22 @@ LOG, ROWS = "log", "rows"  # suffixes of the temporary names; a later process fi
 @dataclass(frozen=True, kw_only=True)
 class SessionSettings:
     session: str
+    # Directory of the session's files in the store. It names an execution, so that no two
+    # write the same files.
     key: str
-    """Directory of the session's files in the store. It names an execution, so that no two write the same files."""
-    sealed_key: str | None = None
-    """Directory of the sealed blobs. Default: `key`."""
+    sealed_key: str | None = None  # Directory of the sealed blobs. Default: `key`.
     rollout: str
     attempt: int
     mode: Mode = Mode.OPEN
-    echo: Echo = Echo.RECOGNISED
-    """The rule that makes an assistant message a recorded answer."""
-    concurrency: int = 1
-    """Maximum number of chats in flight."""
-    queue: bool = False
-    """Whether further chats wait; otherwise they are refused."""
+    echo: Echo = Echo.RECOGNISED  # The rule that makes an assistant message a recorded answer.
+    concurrency: int = 1  # Maximum number of chats in flight.
+    queue: bool = False  # Whether further chats wait; otherwise they are refused.
+    # Roles of the messages that may be appended to a linear conversation.
     append_roles: tuple[str, ...] = ("tool", "user")
-    """Roles of the messages that may be appended to a linear conversation."""
     max_seq_len: int | None = None
     max_samples: int | None = None
     logprobs_mode: str = "processed"
-    notes: str = ""
-    """Returned when the session is recovered. Opaque here."""
+    notes: str = ""  # Returned when the session is recovered. Opaque here.
 
     def blob(self, name: str) -> str:
         return f"{self.sealed_key or self.key}/{name}"
@@ -96,14 +92,14 @@ class Spool:
         self._store = store
         self.settings = settings
         self._log = log
+        # Offset of each turn's frame in the log.
         self._frames = array("q") if frames is None else frames
-        """Offset of each turn's frame in the log."""
+        # Offset of the frame of each chat outside the recording.
         self._left_out = array("q") if left_out is None else left_out
-        """Offset of the frame of each chat outside the recording."""
         self._rows = rows
         self._rows_state = rows_state
+        # the sealed experts; sealing may have failed afterwards
         self._experts: BlobRef | None = None
-        """the sealed experts; sealing may have failed afterwards"""
 
     @classmethod
     def create(cls, store: Store, settings: SessionSettings) -> "Spool":

@@ -59,28 +59,22 @@ class LogEntry:
     """A committed turn."""
 
     delta: TurnDelta
-    parent: int
-    """The turn that the request continued; -1 for none."""
-    appended: bytes = b"[]"
-    """The new messages of the request, a JSON list."""
-    answer: bytes = b"{}"
-    """The generated message as JSON."""
-    record: bytes = b""
-    """The caller's record of the exchange. Opaque here."""
+    parent: int  # The turn that the request continued; -1 for none.
+    appended: bytes = b"[]"  # The new messages of the request, a JSON list.
+    answer: bytes = b"{}"  # The generated message as JSON.
+    record: bytes = b""  # The caller's record of the exchange. Opaque here.
+    # Exact form of the parent's answer as the request repeated it; empty if it was the
+    # recorded one.
     echo: bytes = b""
-    """Exact form of the parent's answer as the request repeated it; empty if it was the recorded one."""
+    # Turns whose answers the request had in another form for the first time.
     repaired: tuple[int, ...] = ()
-    """Turns whose answers the request had in another form for the first time."""
-    seen: bool = True
-    """Whether its caller had the answer when it was committed."""
-    seen_before: tuple[int, ...] = ()
-    """Turns whose answers were seen since the previous frame."""
-    request: bytes = b""
-    """Digest of the request. A retry is found by it."""
-    key: str = ""
-    """The request's idempotency key."""
+    seen: bool = True  # Whether its caller had the answer when it was committed.
+    seen_before: tuple[int, ...] = ()  # Turns whose answers were seen since the previous frame.
+    request: bytes = b""  # Digest of the request. A retry is found by it.
+    key: str = ""  # The request's idempotency key.
+    # Requests that had arrived earlier and were not committed: their numbers and the hex
+    # digits of their digests.
     beside: tuple[tuple[int, str], ...] = ()
-    """Requests that had arrived earlier and were not committed: their numbers and the hex digits of their digests."""
 
 
 @dataclass(kw_only=True)
@@ -88,14 +82,12 @@ class TurnLog:
     """The content of a log."""
 
     entries: list[LogEntry] = field(default_factory=list[LogEntry])
-    frames: list[int] = field(default_factory=list[int])
-    """Offset of each entry's frame."""
+    frames: list[int] = field(default_factory=list[int])  # Offset of each entry's frame.
+    # Turns whose answers were seen after their commit.
     seen: set[int] = field(default_factory=set[int])
-    """Turns whose answers were seen after their commit."""
+    # Offset of the frame of each chat outside the recording.
     left_out: list[int] = field(default_factory=list[int])
-    """Offset of the frame of each chat outside the recording."""
-    rows: RowsState | None = None
-    """The file of routed rows after the last entry."""
+    rows: RowsState | None = None  # The file of routed rows after the last entry.
 
 
 def entry_frame(entry: LogEntry, rows: RowsState | None) -> list[Piece]:

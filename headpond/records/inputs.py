@@ -12,10 +12,8 @@ class GroupInputs(WireModel):
     group: str
     environment: str
     example: int
-    policy_version: int
-    """newest version when the file was written"""
-    members: dict[str, RolloutResult]
-    """rollout -> its result"""
+    policy_version: int  # newest version when the file was written
+    members: dict[str, RolloutResult]  # rollout -> its result
 
 
 class StepValues(WireModel):
@@ -26,26 +24,24 @@ class StepValues(WireModel):
     groups: list[str]
     environments: list[str]
     examples: list[int]
-    values: list[float]
-    """results of the group phase"""
+    values: list[float]  # results of the group phase
     rewards: list[float]
     named_rewards: list[dict[str, float]]
-    failed: list[bool]
-    """whether the policy failed"""
+    failed: list[bool]  # whether the policy failed
     agents: list[dict[str, int]]
     agent_rewards: list[dict[str, float]] = []
+    # keys of the files with the values of the turns; none if the estimator does not answer
+    # per turn
     credit: list[str | None] = []
-    """keys of the files with the values of the turns; none if the estimator does not answer per turn"""
     completion_tokens: list[int]
+    # the estimator's state after the step before: JSON text that only `headpond.advantages`
+    # reads
     state: str | None
-    """the estimator's state after the step before: JSON text that only `headpond.advantages` reads"""
 
 
 class StepAdvantages(WireModel):
     """The batch phase writes them."""
 
     advantages: dict[str, FiniteFloat]
-    state: str | None
-    """the estimator's state after this step"""
-    credit: str | None = None
-    """key of the file with the advantages of the turns; None without"""
+    state: str | None  # the estimator's state after this step
+    credit: str | None = None  # key of the file with the advantages of the turns; None without

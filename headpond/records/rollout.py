@@ -22,53 +22,50 @@ NAME_CHARACTERS = 32
 Name = Annotated[str, Field(max_length=NAME_CHARACTERS)]
 ReplicaUses = Annotated[
     dict[Annotated[str, Field(max_length=URL_CHARACTERS)], ReplicaUse], Field(max_length=REPLICAS_LIMIT)
-]
-"""Replica of the engine -> what the rollout used of it, and what its failures cost."""
+]  # Replica of the engine -> what the rollout used of it, and what its failures cost.
 AgentName = Annotated[str, Field(max_length=AGENT_CHARACTERS)]
 
 
 class Recorded(Result):
     """A recorded rollout, as sealing returns it: blobs, lengths, versions and counts."""
 
-    columns: BlobRef | None = None
-    """None only if there is nothing to train on"""
-    experts: BlobRef | None = None
-    """None if the engine sent no routed experts"""
+    columns: BlobRef | None = None  # None only if there is nothing to train on
+    experts: BlobRef | None = None  # None if the engine sent no routed experts
+    # tokens of each sample
     sample_lengths: Annotated[tuple[int, ...], Field(max_length=SAMPLES_LIMIT)] = ()
-    """tokens of each sample"""
-    version_first: int = 0
-    """lowest policy version that may have sampled one of its tokens"""
-    version_last: int = 0
-    """the highest one"""
+    version_first: int = 0  # lowest policy version that may have sampled one of its tokens
+    version_last: int = 0  # the highest one
+    # completion tokens whose version is a range, or was not reported by the engine
     inexact_tokens: int = 0
-    """completion tokens whose version is a range, or was not reported by the engine"""
     turns: int = 0
-    prompt_tokens: int = 0
-    """in the prompts of the turns that began a sample"""
-    tool_tokens: int = 0
-    """in later context: messages of tools and users between the turns"""
+    prompt_tokens: int = 0  # in the prompts of the turns that began a sample
+    tool_tokens: int = 0  # in later context: messages of tools and users between the turns
     completion_tokens: int = 0
     truncated: bool = False
+    # whether a limit of tokens ended the last turn: `max_tokens`, or the engine's context
+    # length
     hit_max_tokens: bool = False
-    """whether a limit of tokens ended the last turn: `max_tokens`, or the engine's context length"""
+    # completion tokens of the first agents that the environment named, in the order of their
+    # first turns
     agents: Annotated[dict[AgentName, int], Field(max_length=AGENTS_LIMIT)] = {}
-    """completion tokens of the first agents that the environment named, in the order of their first turns"""
     metrics: Annotated[dict[Name, FiniteFloat], Field(max_length=METRICS_LIMIT)] = {}
+    # sent in the reply: the ledger does not keep it with the rollout
     replica_uses: Annotated[ReplicaUses, Field(exclude=True)] = {}
-    """sent in the reply: the ledger does not keep it with the rollout"""
 
 
 class RolloutResult(Recorded):
     """The score and the recording. `metrics` are those of both."""
 
     reward: FiniteFloat
+    # named parts of the reward
     rewards: Annotated[dict[Name, FiniteFloat], Field(max_length=REWARDS_LIMIT)] = {}
-    """named parts of the reward"""
     agent_rewards: Annotated[dict[AgentName, FiniteFloat], Field(max_length=AGENTS_LIMIT)] = {}
+    # failure caused by the policy (time-out, context limit, ...): scored, in the baseline,
+    # never retried
     policy_error: Annotated[str, Field(max_length=POLICY_ERROR_CHARACTERS)] | None = None
-    """failure caused by the policy (time-out, context limit, ...): scored, in the baseline, never retried"""
+    # key of the file with a value for each turn, beside `columns`; set when the group phase
+    # is done
     credit: str | None = None
-    """key of the file with a value for each turn, beside `columns`; set when the group phase is done"""
 
     @property
     def keys(self) -> list[str]:

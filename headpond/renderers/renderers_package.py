@@ -23,9 +23,9 @@ from headpond.renderers.protocol import NO_IDS, NO_VALUES, TemplateValues, Tools
 from headpond.renderers.tokenizer_directory import TokenizerFiles
 from headpond.turn import Ids, Message
 
+# Limit for cached renderers of template values in requests. An agent uses one or two, and
+# building one takes milliseconds.
 MAX_VALUES = 8
-"""Limit for cached renderers of template values in requests. An agent uses one or two, and
-building one takes milliseconds."""
 
 
 class PackageTokenizer:

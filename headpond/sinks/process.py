@@ -16,8 +16,8 @@ from typing import Any, BinaryIO, Protocol
 
 POLL_S = 2.0
 POSITIONS = "sinks.json"
+# sink -> the package that it needs
 PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboardX", "trackio": "trackio"}
-"""sink -> the package that it needs"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +87,7 @@ class Follower:
     def __init__(self, run_dir: Path, sinks: Mapping[str, Sink]) -> None:
         self._file, self._positions = run_dir / "metrics.jsonl", run_dir / POSITIONS
         self._sinks = sinks
-        self._open: BinaryIO | None = None
-        """metrics.jsonl, at the end of what was read"""
+        self._open: BinaryIO | None = None  # metrics.jsonl, at the end of what was read
         self._begun = False
         try:
             self._sent: dict[str, int] = json.loads(self._positions.read_bytes())

@@ -32,8 +32,7 @@ class Sinks:
         self._environment = inherited_variables() | {"PYTHONSAFEPATH": "1"}
         self._wanted = settings.sinks
         self._patience_s = 0.0
-        self.notes: list[str] = []
-        """why steps are not sent"""
+        self.notes: list[str] = []  # why steps are not sent
 
     @contextlib.asynccontextmanager
     async def sending(self) -> AsyncIterator[None]:

@@ -42,8 +42,8 @@ DTYPES = {
     },
     "V": {"span_turn": "i4", "span_start": "i8", "span_version": "i4"},
 }
+# Arrays that files of earlier releases lack.
 ADDED = {"S": {"parent": "i4", "agent": "i4"}, "N": {"turn.unseen": "u1", "turn.begun_at": "f8", "turn.seconds": "f4"}}
-"""Arrays that files of earlier releases lack."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,31 +51,23 @@ class TurnTable:
     """One entry per turn, in the order of arrival."""
 
     sample: Array
-    start: Array
-    """index in T at which its completion begins"""
+    start: Array  # index in T at which its completion begins
     end: Array
-    version_first: Array
-    """lowest policy version that may have sampled one of its tokens"""
-    version_last: Array
-    """the highest one"""
+    version_first: Array  # lowest policy version that may have sampled one of its tokens
+    version_last: Array  # the highest one
+    # 1 if `version_first`, or the versions in `span_version`, sampled every token
     version_exact: Array
-    """1 if `version_first`, or the versions in `span_version`, sampled every token"""
     temperature: Array
-    reward: Array
-    """`Score.turn_rewards`; NaN if there are none"""
-    finish_reason: Array
-    """this and the next three are indices into `words[<field name>]`"""
+    reward: Array  # `Score.turn_rewards`; NaN if there are none
+    finish_reason: Array  # this and the next three are indices into `words[<field name>]`
     agent: Array
     engine: Array
-    sampling: Array
-    """top_p and other parameters, a JSON object"""
+    sampling: Array  # top_p and other parameters, a JSON object
     words: Mapping[str, list[str]]
-    unseen: Array | None = None
-    """1 if no client saw its answer: its loss mask is then 0"""
+    unseen: Array | None = None  # 1 if no client saw its answer: its loss mask is then 0
+    # time of its request, by the clock of the process that recorded it; 0 if unknown
     begun_at: Array | None = None
-    """time of its request, by the clock of the process that recorded it; 0 if unknown"""
-    seconds: Array | None = None
-    """time from its request to its response"""
+    seconds: Array | None = None  # time from its request to its response
 
     @property
     def last_finish_reason(self) -> str:
@@ -86,42 +78,37 @@ class TurnTable:
 class Columns:
     rollout: str
     attempt: int
-    logprobs_mode: str
-    """processed or raw"""
-    error: str = ""
-    """the reason why the rollout failed: its loss mask is then 0"""
+    logprobs_mode: str  # processed or raw
+    error: str = ""  # the reason why the rollout failed: its loss mask is then 0
     input_ids: Array
     loss_mask: Array
     logprobs: Array
     sample_offsets: Array
-    first_prompt_length: Array
-    """prompt tokens of the turn that began the sample"""
+    first_prompt_length: Array  # prompt tokens of the turn that began the sample
     truncated: Array
     overlong_prompt: Array
-    parent: Array | None = None
-    """the sample that each sample branches off or follows; -1 for none"""
+    parent: Array | None = None  # the sample that each sample branches off or follows; -1 for none
+    # the agent that began each sample: indices into `turns.words["agent"]`
     agent: Array | None = None
-    """the agent that began each sample: indices into `turns.words["agent"]`"""
     turns: TurnTable
+    # the rollout's other activities, beside its turns (headpond/spans.py): kind, name, begin,
+    # seconds
     spans: list[list[Any]] = field(default_factory=list[list[Any]])
-    """the rollout's other activities, beside its turns (headpond/spans.py): kind, name, begin,
-    seconds"""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    # [T] each: the declared fields that have a value, see headpond/fields.py
     token_fields: Mapping[str, Array] = field(default_factory=dict[str, Array])
-    """[T] each: the declared fields that have a value, see headpond/fields.py"""
-    sample_fields: Mapping[str, Array] = field(default_factory=dict[str, Array])
-    """[S] each"""
-    conversation: Array = field(default_factory=lambda: np.empty(0, np.uint8))
-    """JSON"""
+    sample_fields: Mapping[str, Array] = field(default_factory=dict[str, Array])  # [S] each
+    conversation: Array = field(default_factory=lambda: np.empty(0, np.uint8))  # JSON
+    # turns that several versions sampled, by the engine's report: one entry per version, in
+    # order
     span_turn: Array = field(default_factory=lambda: np.empty(0, np.int32))
-    """turns that several versions sampled, by the engine's report: one entry per version, in order"""
+    # index in T at which that version begins; it ends at the turn's next entry, or with the
+    # turn
     span_start: Array = field(default_factory=lambda: np.empty(0, np.int64))
-    """index in T at which that version begins; it ends at the turn's next entry, or with the turn"""
     span_version: Array = field(default_factory=lambda: np.empty(0, np.int32))
+    # the tokens that each token was drawn from, with `engine.sampling_masks`; see `support`
     support_ids: Array | None = None
-    """the tokens that each token was drawn from, with `engine.sampling_masks`; see `support`"""
-    support_offsets: Array | None = None
-    """[T + 1]: their bounds in `support_ids`"""
+    support_offsets: Array | None = None  # [T + 1]: their bounds in `support_ids`
 
     def __post_init__(self) -> None:
         tokens, samples, turns = self.input_ids.size, self.truncated.size, self.turns.sample.size

@@ -16,10 +16,11 @@ from headpond.store.base import BlobRef, Store
 from headpond.store.parts import HEAD, Part
 from headpond.store.tensors import Array
 
+# Chunks are (sample, first position, rows), and their rows follow one another in the file.
 FORMAT = "headpond.experts.1"
-"""Chunks are (sample, first position, rows), and their rows follow one another in the file."""
+# Chunks have a fourth number, their first row in the file: samples may have rows in common, in
+# any order.
 SHARED_FORMAT = "headpond.experts.2"
-"""Chunks have a fourth number, their first row in the file: samples may have rows in common, in any order."""
 
 # A reader's filling for tokens without a row: a number, or "dummy", the valid experts (0, 1, ...,
 # topk-1).
@@ -32,11 +33,9 @@ class Chunk:
     """Rows that follow one another in the file and in a sample."""
 
     sample: int
-    first: int
-    """position of its first row in the sample"""
+    first: int  # position of its first row in the sample
     rows: int
-    row: int | None = None
-    """its first row in the file; by default the row after the previous chunk"""
+    row: int | None = None  # its first row in the file; by default the row after the previous chunk
 
 
 def seal_experts(
@@ -103,10 +102,9 @@ class Experts:
         kind = file.metadata.get("format")
         if kind not in (FORMAT, SHARED_FORMAT) or file.arrays.keys() != {"rows", "chunks", "routed_valid"}:
             raise BlobCorrupt(f"blob {ref.key} is {kind!r}, expected {FORMAT} or {SHARED_FORMAT}")
-        self.rows = file.arrays["rows"]
-        """u8|u16[rows, layers, topk]"""
+        self.rows = file.arrays["rows"]  # u8|u16[rows, layers, topk]
+        # u8[T], the rollout's samples one after the other: 1 where the engine sent a row
         self.routed_valid = file.arrays["routed_valid"]
-        """u8[T], the rollout's samples one after the other: 1 where the engine sent a row"""
         chunks = file.arrays["chunks"].copy()  # a copy is aligned, the file's array may not be
         if chunks.shape[1:] == (3,) and kind == FORMAT:
             chunks = np.column_stack([chunks, np.cumsum(chunks[:, 2]) - chunks[:, 2]])

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from headpond.store.base import Store
 
-_blobs: defaultdict[str, dict[str, bytes]] = defaultdict(dict)
-"""name of a store -> key -> content"""
+_blobs: defaultdict[str, dict[str, bytes]] = defaultdict(dict)  # name of a store -> key -> content
 _creating = threading.Lock()
 
 

@@ -25,8 +25,8 @@ from headpond.errors import ConfigError
 KEPT = "kept-"  # begins the names of directories that outlive their process
 LOCK = ".lock"
 
+# process and URL -> its directory; a forked child has one of its own
 _claimed: dict[tuple[int, str], Path] = {}
-"""process and URL -> its directory; a forked child has one of its own"""
 _claiming = threading.Lock()
 
 

@@ -12,25 +12,26 @@ from headpond.errors import RunError, sentence
 from headpond.filters import FilterSettings, Mode
 from headpond.orchestrator.duties.housekeeping import Troubles
 
+# Rollouts that may die of one error before the first success: more of them would die of it too.
 SAME_ERROR_MOST = 32
-"""Rollouts that may die of one error before the first success: more of them would die of it too."""
+# Errors that are told apart; further ones are counted as `OTHERS`, so that texts cannot fill the
+# memory.
 KINDS_MOST = 64
-"""Errors that are told apart; further ones are counted as `OTHERS`, so that texts cannot fill the memory."""
 OTHERS = "other errors"
+# Endings that `recent` looks back on, each of one rollout or of those of a group that ended
+# together.
 RECENT = 512
-"""Endings that `recent` looks back on, each of one rollout or of those of a group that ended together."""
 SHOWN_MOST = 3
-LOST_MOST = 0.5
-"""Share of lost rollouts from which the losses themselves are what a run waits for."""
+LOST_MOST = 0.5  # Share of lost rollouts from which the losses themselves are what a run waits for.
+# Reasons of rollouts whose group can no longer be trained on: consequences of other losses, never
+# a cause.
 CANCELLED, TOO_SMALL = "cancelled", "group_too_small"
-"""Reasons of rollouts whose group can no longer be trained on: consequences of other losses, never a cause."""
-LEAST = 8
-"""Rollouts that must have ended before their share says anything."""
+LEAST = 8  # Rollouts that must have ended before their share says anything.
+# Groups without a difference in their rewards, one after the other, from which that is said.
 FLAT_MOST = 32
-"""Groups without a difference in their rewards, one after the other, from which that is said."""
 OVERLONG = "filters.overlong"
+# in place of the filters that have masked rollouts, if none of them masks any more
 EARLIER = "earlier settings"
-"""in place of the filters that have masked rollouts, if none of them masks any more"""
 Ending = Literal["admitted", "masked", "died", "dropped"]
 ADVICE = "Fix its cause, restart the workers if their code or settings changed, and run the same command again"
 # What differs between two texts of one error: counts, addresses, ids, the attempt's number.
@@ -80,13 +81,13 @@ class Causes:
         troubles.add(lambda: [self.trouble])
         troubles.notes.add(lambda: [self.untrained, *self.notes])
         self._deaths = Counter[str]()
-        self._texts: dict[str, str] = {}
-        """kind of error -> the last text of it"""
+        self._texts: dict[str, str] = {}  # kind of error -> the last text of it
         self._drops = Counter[str]()
         self._dropped_rewards = DroppedRewards()
         self._succeeded = False
+        # of the last admitted groups: whether their rewards are equal and their
+        # advantages 0
         self._flat = deque[bool](maxlen=FLAT_MOST)
-        """of the last admitted groups: whether their rewards are equal and their advantages 0"""
         self._endings = deque[tuple[Ending, str, int]]()
         self._recent = Counter[tuple[Ending, str]]()
         self._catching_up = False

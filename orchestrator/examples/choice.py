@@ -16,8 +16,8 @@ class Examples:
     def __init__(self, config: RunConfig, ledger: Ledger) -> None:
         self._config = config
         self._state = ledger.state
+        # environments whose examples a sampler draws
         self.sampled = [name for name in config.environments if not self.is_uniform(name)]
-        """environments whose examples a sampler draws"""
         self.poison = Poison(config, ledger)
 
     def size(self, name: str) -> int:

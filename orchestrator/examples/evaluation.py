@@ -24,8 +24,7 @@ logger = logging.getLogger("headpond.evaluation")
 AT_ONCE = 32  # rollouts that begin between two waits of the loop
 NAMES_MOST = 64  # of the environment's own rewards and metrics, as for steps
 ENDS = ("evaluated", "dead", "cancelled")
-UNREPORTED = ("evaluation", "name")
-"""keys of evaluations.jsonl that metrics.jsonl does not have"""
+UNREPORTED = ("evaluation", "name")  # keys of evaluations.jsonl that metrics.jsonl does not have
 
 
 class Evaluations:

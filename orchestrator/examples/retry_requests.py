@@ -22,8 +22,8 @@ class RetryRequests:
         self._directory = config.run_dir / FOLDER
         self._ledger = ledger
         self._poison = Poison(config, ledger)
+        # files that were taken, or are no requests, and are still there
         self._done: set[Path] = set()
-        """files that were taken, or are no requests, and are still there"""
         self._reading = Reported(f"read the requests of headpond dead --retry in {self._directory}")
 
     async def run_once(self) -> None:

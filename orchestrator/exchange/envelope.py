@@ -17,8 +17,9 @@ from headpond.tasks.stage import GRACE_S, Message, Stage
 MESSAGE_LIMIT_BYTES = 4096
 SEQUENCE_HEADER = "headpond_sequence"
 ORIGIN = "headpond"
+# A body that ignores its time-out loses its slot (asyncio) or its process (prefork) this long
+# after it.
 HARD_LIMIT_AFTER_S = 2 * GRACE_S
-"""A body that ignores its time-out loses its slot (asyncio) or its process (prefork) this long after it."""
 EMBED = '{"callbacks":null,"errbacks":null,"chain":null,"chord":null}'
 
 

@@ -20,10 +20,10 @@ class Gate:
         self.trouble = troubles.entry()
         self._pause_s = RETRY_FIRST_S
         self._next_try_at = 0.0
+        # (job, attempt) submitted to test whether the engine or the store is available
+        # again
         self._probe: tuple[str, int] | None = None
-        """(job, attempt) submitted to test whether the engine or the store is available again"""
-        self.closed_by: str | None = None
-        """the worker that could not reach the engine or the store"""
+        self.closed_by: str | None = None  # the worker that could not reach the engine or the store
 
     @property
     def open(self) -> bool:
@@ -59,8 +59,8 @@ class Gates:
     def __init__(self, troubles: Troubles | None = None) -> None:
         troubles = troubles or Troubles()
         self.rollouts = Gate(troubles)
+        # by the name that a stage gives
         self.all = {"rollouts": self.rollouts, "filtering": Gate(troubles), "encoding": Gate(troubles)}
-        """by the name that a stage gives"""
 
     def worker_excluded(self, node: str) -> None:
         """Reopen the gates that only `node` has closed: the engine and the store may be fine for the others."""

@@ -17,8 +17,7 @@ AT_ONCE = 100  # for one commit
 START = "0-0"
 MOST_CHARACTERS = 200  # of a text from a forged reply
 
-Entry = tuple[bytes, dict[bytes, bytes]]
-"""(id, fields)"""
+Entry = tuple[bytes, dict[bytes, bytes]]  # (id, fields)
 
 
 class ReplyStream:
@@ -28,8 +27,9 @@ class ReplyStream:
         self._broker = broker
         self._ledger = ledger
         self._outages_seen = -1
+        # the stream was reset after the last entries were read: their ids are of the old
+        # one
         self._restarted = False
-        """the stream was reset after the last entries were read: their ids are of the old one"""
 
     @property
     def position(self) -> str:

@@ -5,8 +5,9 @@ from collections import Counter
 from headpond.ledger.queries import DIED, Counted
 from headpond.orchestrator.ledger.rows import Row
 
+# Causes of death that are told apart; further ones count as OTHER_CAUSES, so that texts cannot
+# fill the ledger.
 CAUSES_MOST = 200
-"""Causes of death that are told apart; further ones count as OTHER_CAUSES, so that texts cannot fill the ledger."""
 OTHER_CAUSES = "other errors"
 
 

@@ -55,23 +55,22 @@ class Ledger(Records):
         super().__init__(**vars(restore.read(path)))
         self._writer = Writer(path, keep_events_steps=keep_events_steps, troubles=troubles)
         self._groups_in = defaultdict[str, dict[str, GroupRecord]](dict)
-        self.unfinished = Counter[str]()
-        """environment -> groups that a stage works on"""
+        self.unfinished = Counter[str]()  # environment -> groups that a stage works on
+        # (environment, unit) -> what the admitted groups hold, in groups, rollouts and
+        # completion tokens
         self.admitted = Counter[tuple[str, Unit]]()
-        """(environment, unit) -> what the admitted groups hold, in groups, rollouts and completion tokens"""
         for group in self.groups.values():
             self._groups_in[group.state][group.id] = group
             self._count([group], 1)
+        # (queue, state) -> jobs in `jobs`
         self.job_counts = Counter((job.queue, job.state) for job in self.jobs.values())
-        """(queue, state) -> jobs in `jobs`"""
+        # jobs to be submitted
         self.waiting: dict[str, JobRecord] = {id: job for id, job in self.jobs.items() if job.state is JobState.WAITING}
-        """jobs to be submitted"""
         self._counts = Counts(Counted(self.states, self.reasons, self.evaluation_rollouts), self.deaths)
-        self.unwanted_blobs: list[str] = []
-        """keys of blobs to delete after the next commit"""
+        self.unwanted_blobs: list[str] = []  # keys of blobs to delete after the next commit
         self._changed: dict[int, tuple[str, RolloutRecord | GroupRecord | JobRecord | BatchRecord]] = {}
+        # statement of the schema -> its rows, of what is no record in `_changed`
         self._rows = defaultdict[str, list[Row]](list)
-        """statement of the schema -> its rows, of what is no record in `_changed`"""
         self._last_commit: asyncio.Future[None] | None = None
 
     @property

@@ -29,8 +29,8 @@ UNKNOWN = -1  # manifests do not name examples
 LOST = "ledger_lost"
 RESULT = 6  # column of a rollout's result
 
+# kind of `RELEASED` -> the first step whose files of that kind the trainer may still read
 Releasable = Mapping[str, int]
-"""kind of `RELEASED` -> the first step whose files of that kind the trainer may still read"""
 
 
 def rebuild_if_lost(config: RunConfig, releasable: Callable[[], Releasable] = dict[str, int]) -> None:
@@ -57,10 +57,9 @@ class Released:
     def __init__(self, store: Store, releasable: Releasable, *, first_step: int) -> None:
         self._store = store
         self._releasable = releasable
+        # manifests before `first_step` are deleted after every other file
         self.counters = {counter: min(first_step, first_kept) for counter, first_kept in releasable.items()}
-        """manifests before `first_step` are deleted after every other file"""
-        self.held_bytes = 0
-        """of rollouts' files that are not released"""
+        self.held_bytes = 0  # of rollouts' files that are not released
 
     def add(self, manifest: Manifest) -> None:
         """Manifests in order."""

@@ -7,11 +7,11 @@ from headpond.config import RunConfig
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.replica_use import URL_CHARACTERS, ReplicaUse
 
+# Prefixes of counters; a replica's URL follows.
 TOKENS, SECONDS, LOST = "replica_tokens:", "replica_s:", "replica_lost:"
-"""Prefixes of counters; a replica's URL follows."""
+# Counts replicas that a host reaches by a URL of its own (`engine.urls` may differ), so that
+# names cannot fill the ledger.
 OTHER = "other"
-"""Counts replicas that a host reaches by a URL of its own (`engine.urls` may differ), so that names cannot fill the
-ledger."""
 MEASURED_TOKENS = 1_000  # of a replica, before its rate is compared: some ten completions
 
 

@@ -26,23 +26,22 @@ from headpond.tasks.stage import Subject, all_stages
 class Records:
     """What a ledger has in memory."""
 
+    # open groups, in the order of planning
     groups: dict[str, GroupRecord] = field(default_factory=dict[str, GroupRecord])
-    """open groups, in the order of planning"""
+    # jobs that are neither settled nor dead, and the jobs of open batches
     jobs: dict[str, JobRecord] = field(default_factory=dict[str, JobRecord])
-    """jobs that are neither settled nor dead, and the jobs of open batches"""
+    # batches that are not delivered
     batches: dict[int, BatchRecord] = field(default_factory=dict[int, BatchRecord])
-    """batches that are not delivered"""
-    state: RunState = field(default_factory=RunState)
-    """counters and positions"""
+    state: RunState = field(default_factory=RunState)  # counters and positions
     states: Counter[RolloutState] = field(default_factory=Counter[RolloutState])
-    reasons: Counter[str] = field(default_factory=Counter[str])
-    """filtered rollouts by reason"""
+    reasons: Counter[str] = field(default_factory=Counter[str])  # filtered rollouts by reason
+    # `planned`, and those that have ended: `evaluated`, `dead`, `cancelled`. No other count
+    # includes them
     evaluation_rollouts: Counter[str] = field(default_factory=Counter[str])
-    """`planned`, and those that have ended: `evaluated`, `dead`, `cancelled`. No other count includes them"""
+    # dead jobs by stage and error
     deaths: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
-    """dead jobs by stage and error"""
+    # delivered step -> its rollouts
     untrained: dict[int, int] = field(default_factory=dict[int, int])
-    """delivered step -> its rollouts"""
 
 
 def read(path: Path) -> Records:

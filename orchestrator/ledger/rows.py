@@ -26,19 +26,15 @@ class RolloutRecord:
     group: str
     index: int
     state: RolloutState = RolloutState.PLANNED
-    reason: str | None = None
-    """why it was filtered"""
+    reason: str | None = None  # why it was filtered
     step: int | None = None
     advantage: float | None = None
     result: RolloutResult | None = None
-    masked: bool = False
-    """delivered with loss mask 0"""
+    masked: bool = False  # delivered with loss mask 0
     error: str | None = None
-    attempt: int | None = None
-    """that generated it; its files are named by attempt and execution"""
+    attempt: int | None = None  # that generated it; its files are named by attempt and execution
     execution: str | None = None
-    generated_at: float | None = None
-    """when its result was applied, in seconds since the epoch"""
+    generated_at: float | None = None  # when its result was applied, in seconds since the epoch
     duration_s: float | None = None
     id: str = field(init=False)
 
@@ -55,19 +51,17 @@ class RolloutRecord:
 @dataclass(kw_only=True, eq=False)
 class GroupRecord:
     id: str
-    ordinal: int
-    """position in the order of planning"""
+    ordinal: int  # position in the order of planning
     environment: str
     example: int
+    # the name of the stage that works on it, or one of `GroupState`
     state: str = GroupState.PLAYING
-    """the name of the stage that works on it, or one of `GroupState`"""
     purpose: Purpose = Purpose.TRAINING
     rollouts: list[RolloutRecord] = field(default_factory=list[RolloutRecord])
     # In memory only: a restarted orchestrator checks every group again.
+    # policy version against which it was checked for staleness since it was admitted
     checked_version: int | None = None
-    """policy version against which it was checked for staleness since it was admitted"""
-    masked: bool = False
-    """whether a filter of the whole group has masked it"""
+    masked: bool = False  # whether a filter of the whole group has masked it
 
     def row(self) -> Row:
         return (self.id, self.ordinal, self.environment, self.example, self.state, self.purpose)
@@ -91,26 +85,19 @@ class GroupRecord:
 @dataclass(kw_only=True, eq=False)
 class JobRecord:
     id: str
-    stage: str
-    """name of its stage"""
-    subject: str
-    """id of the group, number of the step or name of the environment it works on"""
-    attempt: int = 0
-    """number of submissions"""
+    stage: str  # name of its stage
+    subject: str  # id of the group, number of the step or name of the environment it works on
+    attempt: int = 0  # number of submissions
     sequence: int = 0
     state: JobState = JobState.WAITING
     failures: int = 0
     losses: int = 0
     error: str | None = None
-    result: Result | None = None
-    """jobs of a step only: sealing needs the result of every rank"""
+    result: Result | None = None  # jobs of a step only: sealing needs the result of every rank
     # In memory only: a restarted orchestrator tries every worker again.
-    failed_by: list[str] = field(default_factory=list[str])
-    """workers that failed it"""
-    declines: int = 0
-    """times that a worker gave it back"""
-    not_before: float = 0.0
-    """time of the next submission, by this process's monotonic clock"""
+    failed_by: list[str] = field(default_factory=list[str])  # workers that failed it
+    declines: int = 0  # times that a worker gave it back
+    not_before: float = 0.0  # time of the next submission, by this process's monotonic clock
     queue: Queue = field(init=False)
     subject_kind: Subject = field(init=False)
 
@@ -135,14 +122,14 @@ class BatchRecord:
     formation: int
     state: BatchState = BatchState.COMPOSED
     groups: list[GroupRecord] = field(default_factory=list[GroupRecord])
+    # rollout -> its final advantage, which is encoded and sealed; empty until the batch phase
+    # is done
     advantages: dict[str, float] = field(default_factory=dict[str, float])
-    """rollout -> its final advantage, which is encoded and sealed; empty until the batch phase is done"""
-    estimator_state: str | None = None
-    """state of the estimator after this step"""
+    estimator_state: str | None = None  # state of the estimator after this step
+    # key of the file with the final advantages of its rollouts' turns, where the batch phase
+    # wrote one
     credit: str | None = None
-    """key of the file with the final advantages of its rollouts' turns, where the batch phase wrote one"""
-    delivered: int = 0
-    """its rollouts, when it is delivered"""
+    delivered: int = 0  # its rollouts, when it is delivered
 
     def row(self) -> Row:
         """The values of a step are kept until it is delivered: 4,096 advantages take 135 kB and 0.2 ms."""

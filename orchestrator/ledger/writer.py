@@ -26,12 +26,13 @@ from headpond.orchestrator.ledger.rows import Row
 logger = logging.getLogger("headpond.ledger")
 
 Changes = dict[str, list[Row]]
+# Called on the writer thread: with None when the changes are on disk, else with the error that
+# keeps them off it.
 Committed = Callable[[Exception | None], object]
-"""Called on the writer thread: with None when the changes are on disk, else with the error that keeps them off it."""
 RETRY_S = 1.0
 KEEP_EVENTS_STEPS = 50
+# About 20 MB of events, and 200 MB of histories of groups of 8.
 KEPT_ROWS = {"events": 100_000, "histories": 50_000}
-"""About 20 MB of events, and 200 MB of histories of groups of 8."""
 ARCHIVED_AT_ONCE = 16  # groups in a commit: 128 rollouts take about 3 ms of this thread, mostly without the GIL
 PRUNE_EVERY = 16  # commits
 PRUNED_AT_ONCE = 2 * PRUNE_EVERY * ARCHIVED_AT_ONCE  # rows: more than commits add
@@ -45,12 +46,11 @@ class Writer:
     ) -> None:
         self.path = path
         self._keep_events_steps = keep_events_steps
-        self.trouble = (troubles or Troubles()).entry()
-        """why commits fail at present"""
+        self.trouble = (troubles or Troubles()).entry()  # why commits fail at present
         self.commits = 0
         self._connection = open_for_writing(path)
+        # there may be closed groups in the hot tables
         self._unarchived = has_closing(self._connection)
-        """there may be closed groups in the hot tables"""
         self._queue: queue.SimpleQueue[tuple[Changes, Committed] | None] = queue.SimpleQueue()
         self._failed: Exception | None = None
         self._abandon = threading.Event()

@@ -190,8 +190,9 @@ class Sealer:
             errors=(OSError, BlobUnwritten),
             troubles=troubles,
         )
+        # the step whose manifest a trainer may see although sealing it has failed: it
+        # must not be formed again
         self.visible: int | None = None
-        """the step whose manifest a trainer may see although sealing it has failed: it must not be formed again"""
 
     async def seal(self, batch: BatchRecord, ranks: list[EncodedRank], *, start_version: int = START_VERSION) -> bool:
         """False when the manifest cannot be written or synced: the step waits and is tried again."""

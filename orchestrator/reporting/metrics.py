@@ -48,8 +48,7 @@ class LagPoller:
     def __init__(self, broker: Broker, own: str) -> None:
         self._broker = broker
         self._own = own
-        self.others: list[LagSummary] = []
-        """the last window of every process but this one"""
+        self.others: list[LagSummary] = []  # the last window of every process but this one
 
     async def poll(self) -> None:
         summaries = await self._broker.call(read_summaries_async)
@@ -68,16 +67,14 @@ class Metrics:
         self._file = LinesFile(config.run_dir / FILE_NAME, "step", lambda step: _from_manifest(store, step))
         self._evaluations = LinesFile(config.run_dir / EVALUATIONS, "evaluation", lambda _: None)
         self._unwritten: dict[int, str] = {}
-        self.last: Mapping[str, float] = {}
-        """of the last delivered step"""
+        self.last: Mapping[str, float] = {}  # of the last delivered step
+        # a rollout of that step, if it is noted and was delivered by this process
         self._policy_failed: str | None = None
-        """a rollout of that step, if it is noted and was delivered by this process"""
         for step, row in ledger.state.metrics_lines.items():
             self.last = orjson.loads(row.line)
             self._unwritten[int(step)] = row.line
         self._delivered_at = self._composed_at = time.monotonic()
-        self._written = -1
-        """delivered steps whose lines are in the file"""
+        self._written = -1  # delivered steps whose lines are in the file
         self.writing = Reported(f"write {self._file.path}", "free space or repair the disk", troubles=troubles)
         (troubles or Troubles()).notes.add(self.notes)
 

@@ -28,10 +28,9 @@ LAST_STEP = {
     "replaced_share": "replaced_share",
     "seconds": "time/step_s",
     "composed_to_sealed_seconds": "time/composed_to_sealed_s",
-}
-"""series -> key of metrics.jsonl"""
+}  # series -> key of metrics.jsonl
+# keys of evaluations.jsonl
 EVALUATED = ("reward_mean", "solved_rate", "version", "version_first", "version_last", "dead", "duration_s")
-"""keys of evaluations.jsonl"""
 
 LOADS = {
     "running": "Requests that the replica runs.",

@@ -26,8 +26,8 @@ EVERY_S = 1.0
 RATE_OVER = 11  # statuses: ten seconds
 LINE_EVERY_S = 10.0
 UNATTENDED_S = 5.0  # a queue from which nothing is taken for this long has no worker
+# called with every status, on the event loop: it must return at once
 StatusCallback = Callable[[Status], None]
-"""called with every status, on the event loop: it must return at once"""
 
 
 def ignore_status(status: Status) -> None:
@@ -54,8 +54,8 @@ class Reporter:
         self.writing = Reported(f"write {self._path}", "free space or repair the disk", troubles=troubles)
         troubles.add(self._unattended)
         self._latest: Status | None = None
+        # (time, rollouts, tokens)
         self._generated: deque[tuple[float, int, int]] = deque(maxlen=RATE_OVER)
-        """(time, rollouts, tokens)"""
         self._moved_at: dict[Queue, float] = {}
         self._oldest: dict[Queue, int | None] = {}
 

@@ -19,8 +19,9 @@ class StallWatch:
         self._troubles = troubles
         self._before: tuple[int, ...] = ()
         self._looked_at = time.monotonic()
+        # since the last progress, by this process's own looks: a pause of it does not
+        # count
         self.idle_s = 0.0
-        """since the last progress, by this process's own looks: a pause of it does not count"""
 
     def look(self) -> None:
         """RunError after `stall_s` without progress."""

@@ -15,8 +15,7 @@ from headpond.orchestrator.ledger.rows import GroupRecord, RolloutRecord
 from headpond.records.rollout import RolloutResult
 
 Values = dict[str, float]
-Counts = Mapping[str, float]
-"""counter -> its total, or its increase since the last step"""
+Counts = Mapping[str, float]  # counter -> its total, or its increase since the last step
 
 NAMES_MOST = 64  # the most frequent of the environments' own metrics: one name per example would flood the file
 LAG_S = ("min", "mean", "median", "p90", "p99", "max")

@@ -33,8 +33,7 @@ class InFlightLimit:
         self.most = most
         self.least = min(least, most)
         self.value = most
-        self.why: str | None = None
-        """why it is below `most`"""
+        self.why: str | None = None  # why it is below `most`
         self._preemptions: dict[str, int] = {}
         self._adjusted_at = 0.0
 

@@ -31,8 +31,7 @@ JUDGE_S = 0.25
 PUBLISH = {
     "trainer": "load the weights into it and name them (vLLM: POST /update_weight_version)",
     "headpond": "the run loads the weights into it again until that succeeds",
-}
-"""what follows, by `engine.weight_update`"""
+}  # what follows, by `engine.weight_update`
 
 
 class ReplicaWatch:
@@ -52,13 +51,11 @@ class ReplicaWatch:
         self._weights = weights
         self._replicas = weights.replicas
         self._version = ledger.state.policy_version
-        self._published_at = time.monotonic()
-        """since when this process has `_version`"""
+        self._published_at = time.monotonic()  # since when this process has `_version`
         self._refused: dict[str, str] = {}
-        self._refused_at: dict[str, float] = {}
-        """since when each of them is refused"""
+        self._refused_at: dict[str, float] = {}  # since when each of them is refused
+        # those of them whose refusal is more than an ordinary update
         self._told: dict[str, str] = {}
-        """those of them whose refusal is more than an ordinary update"""
         troubles = troubles or Troubles()
         troubles.add(self.troubles)
         troubles.notes.add(self.notes)

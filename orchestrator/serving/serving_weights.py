@@ -20,10 +20,9 @@ class AbandonedWeights:
     def __init__(self, ledger: Ledger, replicas: Sequence[Replica]) -> None:
         self._ledger = ledger
         self._replicas = replicas
-        self._held: dict[str, str] = {}
-        """replica -> what it calls the abandoned weights"""
+        self._held: dict[str, str] = {}  # replica -> what it calls the abandoned weights
+        # replicas that have not yet said what they have
         self._unasked = {replica.url for replica in replicas} if self.versions else set[str]()
-        """replicas that have not yet said what they have"""
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -65,8 +64,8 @@ class AbandonedWeights:
 
 class ServingWeights:
     def __init__(self, config: RunConfig, ledger: Ledger, replicas: Sequence[Replica] = ()) -> None:
+        # whether versions are what replicas report
         self.reported = config.engine.versions == "reported"
-        """whether versions are what replicas report"""
         self.strict = config.trainer.max_steps_ahead == 0
         self._ledger = ledger
         self.replicas = replicas

@@ -31,8 +31,7 @@ class WeightUpdates:
         self._run = run
         self._trainer = trainer
         self._weights = weights
-        self._failed: dict[str, str] = {}
-        """replica -> why its last update failed"""
+        self._failed: dict[str, str] = {}  # replica -> why its last update failed
         troubles.add(self._troubles)
 
     async def run(self) -> None:

@@ -21,8 +21,9 @@ class Play(GroupStage[RolloutResult]):
         super().__init__(parts)
         self._staleness = Staleness(parts.config, parts.ledger)
         self._poison = Poison(parts.config, parts.ledger)
+        # Celery task ids of running attempts that are no longer needed: revoking them
+        # saves work
         self.unneeded: list[str] = []
-        """Celery task ids of running attempts that are no longer needed: revoking them saves work"""
 
     def take_unneeded(self) -> list[str]:
         unneeded, self.unneeded = self.unneeded, []

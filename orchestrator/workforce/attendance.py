@@ -58,8 +58,9 @@ class Attendance:
         self._quarantine = Quarantine()
         (troubles or Troubles()).add(lambda: self.excluded.values())
         self._seen: dict[str, Seen] = {}
+        # workers whose replies carry other settings than the run's -> time of the last
+        # one
         self._strangers: dict[str, float] = {}
-        """workers whose replies carry other settings than the run's -> time of the last one"""
 
     # what the groups ask for every reply
 

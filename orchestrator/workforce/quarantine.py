@@ -19,8 +19,7 @@ PAUSE_FIRST_S, PAUSE_MOST_S = 5.0, 300.0
 class Standing(StrEnum):
     ADMITTED = "admitted"
     QUARANTINED = "quarantined"
-    TRIAL = "trial"
-    """one job at a time, until one succeeds or fails"""
+    TRIAL = "trial"  # one job at a time, until one succeeds or fails
 
 
 @dataclass(kw_only=True)
@@ -28,15 +27,12 @@ class Health:
     """Of one worker."""
 
     standing: Standing = Standing.ADMITTED
+    # the last ones, True is a success
     outcomes: deque[bool] = field(default_factory=lambda: deque[bool](maxlen=WINDOW))
-    """the last ones, True is a success"""
-    error: str = ""
-    """of the last failure"""
-    failures: int = 0
-    """since it was admitted"""
+    error: str = ""  # of the last failure
+    failures: int = 0  # since it was admitted
     pause_s: float = 0.0
-    until: float = 0.0
-    """of the quarantine"""
+    until: float = 0.0  # of the quarantine
 
     @property
     def failed(self) -> int:

@@ -23,12 +23,11 @@ NO_TURNS = TurnValues(rewards=np.empty(0), agents=(), tokens=np.empty(0, np.int6
 
 class AdvantageResult(Result):
     advantages: dict[str, FiniteFloat] = {}
-    dropped: str | None = None
-    """reason that drops the whole group, e.g. zero variance"""
-    masked: bool = False
-    """deliver the whole group with loss mask 0"""
+    dropped: str | None = None  # reason that drops the whole group, e.g. zero variance
+    masked: bool = False  # deliver the whole group with loss mask 0
+    # execution that wrote the values of the turns into a file beside each rollout's columns;
+    # None without
     credit: str | None = None
-    """execution that wrote the values of the turns into a file beside each rollout's columns; None without"""
 
     def names_only_files_of(self, execution: LeaseId) -> bool:
         return self.credit in (None, execution.execution)

@@ -25,8 +25,7 @@ class BatchPhaseMessage(PlanMessage):
 
 
 class BatchPhaseResult(Result):
-    execution: str
-    """that wrote the step's StepAdvantages: part of the file's key in the store"""
+    execution: str  # that wrote the step's StepAdvantages: part of the file's key in the store
 
     def names_only_files_of(self, execution: LeaseId) -> bool:
         return self.execution == execution.execution

@@ -23,22 +23,17 @@ class DrawInputs(WireModel):
     """The file that the job reads."""
 
     environment: str
-    size: int
-    """examples of the environment"""
+    size: int  # examples of the environment
     seed: int
-    count: int
-    """examples to draw"""
-    played: list[PlayedGroup]
-    """groups that ended since the draw before"""
-    state: str | None
-    """the sampler's state after the draw before"""
+    count: int  # examples to draw
+    played: list[PlayedGroup]  # groups that ended since the draw before
+    state: str | None  # the sampler's state after the draw before
 
 
 class DrawResult(Result):
-    examples: Annotated[tuple[int, ...], Field(max_length=DRAWN_LIMIT)]
-    """none: the data has ended"""
+    examples: Annotated[tuple[int, ...], Field(max_length=DRAWN_LIMIT)]  # none: the data has ended
+    # the sampler's state after this draw: JSON text that only `headpond.data` reads
     state: Annotated[str, Field(max_length=STATE_LIMIT_BYTES)]
-    """the sampler's state after this draw: JSON text that only `headpond.data` reads"""
 
 
 def draw(call: Call[DrawMessage]) -> DrawResult:

@@ -18,12 +18,9 @@ logger = logging.getLogger("headpond.stages")
 
 
 class FilterResult(Result):
-    dropped: dict[str, str] = {}
-    """rollout -> the reason that drops it"""
-    masked: tuple[str, ...] = ()
-    """rollouts to deliver with loss mask 0"""
-    matched: dict[str, int] = {}
-    """filter -> number of rollouts it matched, in any mode"""
+    dropped: dict[str, str] = {}  # rollout -> the reason that drops it
+    masked: tuple[str, ...] = ()  # rollouts to deliver with loss mask 0
+    matched: dict[str, int] = {}  # filter -> number of rollouts it matched, in any mode
 
 
 def filter_group(call: Call[PlanMessage]) -> FilterResult:

@@ -19,12 +19,10 @@ class PlayMessage(Message):
     environment: str
     example: int
     seed: int
-    policy_version: int = 0
-    """newest version that the trainer had published at submission"""
-    least_version: int = 0
-    """replicas with older weights serve nothing that is trained on"""
+    policy_version: int = 0  # newest version that the trainer had published at submission
+    least_version: int = 0  # replicas with older weights serve nothing that is trained on
+    # nor do replicas with these: the trainer has resumed from an older checkpoint
     abandoned_versions: Annotated[tuple[int, ...], Field(max_length=ABANDONED_LIMIT)] = ()
-    """nor do replicas with these: the trainer has resumed from an older checkpoint"""
 
 
 async def play(call: Call[PlayMessage]) -> RolloutResult:

@@ -20,8 +20,8 @@ class ScoreMessage(PlanMessage):
 
 class ScoreResult(Result):
     rewards: dict[str, FiniteFloat]
+    # name -> rollout -> that part of its reward
     named: Annotated[dict[Name, dict[str, FiniteFloat]], Field(max_length=REWARDS_LIMIT)] = {}
-    """name -> rollout -> that part of its reward"""
 
 
 async def score(call: Call[ScoreMessage]) -> ScoreResult:

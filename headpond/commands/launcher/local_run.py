@@ -65,16 +65,15 @@ class LocalRun:
         self._logs = settings.run_dir / "logs"
         variables = _variables(config, settings.run_dir, environment)
         self._supervisor = Supervisor(self._logs, variables, Path.cwd(), failures_most=failures_most)
+        # state of the processes, which the status lacks. Read by the thread that draws.
         self.facts: list[Fact] = [Fact("starting", "redis")]
-        """state of the processes, which the status lacks. Read by the thread that draws."""
         self._hurried = False
         self._started_at = self._logged_at = self._seen_at = self._looked_at = time.monotonic()
         self._began_at = time.time()
         self._dashboard = ""
         self._written_ends: list[up_file.EndedProcess] | None = None
         self.status: Status | None = None
-        self.stopped_by = ""
-        """why the run was drained before its last step"""
+        self.stopped_by = ""  # why the run was drained before its last step
 
     @property
     def restarts(self) -> dict[str, int]:

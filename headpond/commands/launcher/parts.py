@@ -26,14 +26,15 @@ RUN_DIR = "{run_dir}"
 class Part:
     name: str
     command: tuple[str, ...]
+    # called with the output of its present process and the time at which this was started
     is_ready: Callable[[str, float], bool]
-    """called with the output of its present process and the time at which this was started"""
+    # when it may end: never; with exit code 0; the orchestrator, whose refusals end the run
+    # too
     ends: Literal["never", "done", "run"] = "never"
-    """when it may end: never; with exit code 0; the orchestrator, whose refusals end the run too"""
+    # a process of Headpond: others see no HEADPOND_* variables, which hold addresses with
+    # passwords
     own: bool = True
-    """a process of Headpond: others see no HEADPOND_* variables, which hold addresses with passwords"""
-    stop_at_once: bool = False
-    """SIGQUIT stops it at once: a worker gives its jobs back"""
+    stop_at_once: bool = False  # SIGQUIT stops it at once: a worker gives its jobs back
 
 
 def engine(settings: RunConfig, url: str, port: int | None) -> Part:

@@ -33,20 +33,15 @@ class Supervised:
     part: Part
     process: ChildProcess
     ready: bool = False
-    over: bool = False
-    """it has ended and is not started again"""
+    over: bool = False  # it has ended and is not started again
     started_at: float
-    began_at: float
-    """the same as a time of day, to compare with those of files"""
+    began_at: float  # the same as a time of day, to compare with those of files
     restarts: int = 0
-    failures: int = 0
-    """ends in a row: zero when it gets ready"""
+    failures: int = 0  # ends in a row: zero when it gets ready
     restart_at: float | None = None
     pause_s: float = PAUSE_FIRST_S
-    last_end: str = ""
-    """how its last process ended"""
-    reason: str = ""
-    """the line of its output that explains the end"""
+    last_end: str = ""  # how its last process ended
+    reason: str = ""  # the line of its output that explains the end
 
     @property
     def state(self) -> str:
@@ -74,8 +69,7 @@ class Supervisor:
         self._failures_most = failures_most
         self._guard = Guard()
         self._looked_at_logs = 0.0
-        self.stopping = False
-        """whether a process that ends stays ended"""
+        self.stopping = False  # whether a process that ends stays ended
         self.parts: dict[str, Supervised] = {}
 
     def add_variables(self, **variables: str) -> None:

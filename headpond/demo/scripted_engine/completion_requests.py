@@ -78,12 +78,10 @@ class CompletionRequest:
     top_k: int | None = None
     request_id: str | None = None
     logprobs: bool
-    token_ids: bool
-    """whether the response repeats the prompt's ids"""
+    token_ids: bool  # whether the response repeats the prompt's ids
     meta_info: bool = False
     routed_experts: bool = True
-    experts_from: int = 0
-    """first token whose experts are requested"""
+    experts_from: int = 0  # first token whose experts are requested
 
 
 def read_chat(body: bytes, dialect: Dialect, *, tools: bool = True) -> CompletionRequest:

@@ -37,21 +37,16 @@ OPENING = bytes_chatml.encode([])
 class Generation:
     id: str
     completion_ids: Ids
-    levels: NDArray[np.int64]
-    """index into LOGPROB_LEVELS, by token"""
+    levels: NDArray[np.int64]  # index into LOGPROB_LEVELS, by token
     message: Message
     finish_reason: str
     latency_s: float
-    filler: int = 0
-    """first tokens that are filler: they depend on the weights"""
-    reasoning: str | None = None
-    """a thought that was cut off"""
-    logprobs: NDArray[np.float64] | None = None
-    """logprobs of a model, in place of `levels`"""
+    filler: int = 0  # first tokens that are filler: they depend on the weights
+    reasoning: str | None = None  # a thought that was cut off
+    logprobs: NDArray[np.float64] | None = None  # logprobs of a model, in place of `levels`
+    # the tokens that each token was drawn from, of a model with top_k
     sampling_mask: Sequence[Ids] | None = None
-    """the tokens that each token was drawn from, of a model with top_k"""
-    unknown_logprobs: int = 0
-    """last tokens whose logprob is sent as -9999.0"""
+    unknown_logprobs: int = 0  # last tokens whose logprob is sent as -9999.0
 
     @property
     def thoughts(self) -> str | None:
@@ -178,8 +173,7 @@ Alter = Callable[[Generation], Generation]
 @dataclass(frozen=True, kw_only=True)
 class Sampled:
     generation: Generation
-    spans: Sequence[TokenSpan]
-    """which weights sampled which tokens"""
+    spans: Sequence[TokenSpan]  # which weights sampled which tokens
     experts: RoutedExperts | None
 
 

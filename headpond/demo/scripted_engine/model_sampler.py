@@ -51,12 +51,10 @@ class TokenStream:
         self._length = self._prompt
         self.rows_from = min(request.experts_from if request.routed_experts else self._prompt, self._prompt - 1)
         self._rows: list[Array] = []
-        self._routed = self.rows_from
-        """tokens whose row is known"""
+        self._routed = self.rows_from  # tokens whose row is known
         self.logprobs: list[float] = []
         self.drawn_from: list[Ids] = []
-        self.states: list[State] = []
-        """state of the weights for each token"""
+        self.states: list[State] = []  # state of the weights for each token
 
     @property
     def ids(self) -> Ids:
@@ -103,8 +101,7 @@ class ModelSampler:
     def __init__(self, settings: EngineSettings, weights: Weights) -> None:
         self._settings = settings
         self._weights = weights
-        self._streams: dict[TokenStream, None] = {}
-        """streams in the order of their arrival"""
+        self._streams: dict[TokenStream, None] = {}  # streams in the order of their arrival
         self._thread = ThreadPoolExecutor(1, "forward-pass")
         self._decoding: asyncio.Task[None] | None = None
 

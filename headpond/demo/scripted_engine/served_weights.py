@@ -21,10 +21,8 @@ KEEP, WAIT, ABORT = "keep", "wait", "abort"
 
 @dataclass(frozen=True)
 class State:
-    label: str
-    """The version that the engine reports."""
-    version: int
-    """The version that is loaded."""
+    label: str  # The version that the engine reports.
+    version: int  # The version that is loaded.
 
 
 @dataclass(frozen=True)
@@ -41,13 +39,12 @@ class Flight:
     """A request that is being sampled."""
 
     request_id: str | None
-    adapter: int | None = None
-    """version of the LoRA adapter that it names"""
+    adapter: int | None = None  # version of the LoRA adapter that it names
+    # states under which it has sampled tokens
     before: list[State] = field(default_factory=list[State])
-    """states under which it has sampled tokens"""
     aborted: bool = False
+    # set to answer without further latency
     released: asyncio.Event = field(default_factory=asyncio.Event)
-    """set to answer without further latency"""
 
     def spans(self, now: State, tokens: int) -> list[TokenSpan]:
         states = [*self.before, now]
@@ -63,22 +60,17 @@ class Flight:
 
 class Weights:
     def __init__(self, model: tiny_moe.Weights | None = None) -> None:
-        self.model = model
-        """None: completions are scripted"""
+        self.model = model  # None: completions are scripted
         self.state = State(FIRST_LABEL, 0)
-        self.adapters: dict[str, int] = {}
-        """name -> version"""
+        self.adapters: dict[str, int] = {}  # name -> version
         self.flights: set[Flight] = set()
-        self.waiting = 0
-        """requests that came while the engine was paused"""
+        self.waiting = 0  # requests that came while the engine was paused
         self._accepting = asyncio.Event()
         self._accepting.set()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._frozen = False
-        """whether requests in flight are held too"""
-        self._changed = asyncio.Event()
-        """set by what may end or continue a held request"""
+        self._frozen = False  # whether requests in flight are held too
+        self._changed = asyncio.Event()  # set by what may end or continue a held request
 
     @property
     def paused(self) -> bool:

@@ -48,6 +48,8 @@ __all__ = [
 
 
 SETTING = "engine.dialect"
+# The methods of a dialect that Headpond calls, with their arguments. Only a ChatDialect has
+# `required_fields`.
 METHODS = {
     "request_fields": ("prompt", "sampling"),
     "required_fields": ("prompt",),
@@ -55,7 +57,6 @@ METHODS = {
     "chat_completion": ("body", "turn"),
     "is_context_limit": ("error",),
 }
-"""The methods of a dialect that Headpond calls, with their arguments. Only a ChatDialect has `required_fields`."""
 
 
 def dialect_of(settings: Engine, *, renderer: "PooledRenderer | None" = None, place: str = "") -> Dialect:

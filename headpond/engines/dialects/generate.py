@@ -28,8 +28,7 @@ from headpond.engines.weights import ControlCalls, LabelSpan, VllmCalls, read_sp
 from headpond.errors import Upstream
 from headpond.turn import Body, Ids, ids_text
 
-MAX_RANKS = 20
-"""Most likely tokens per place. OpenAI's API has the same limit."""
+MAX_RANKS = 20  # Most likely tokens per place. OpenAI's API has the same limit.
 
 
 class Candidate(TokenLogprob, gc=False):
@@ -61,8 +60,7 @@ class Choice(msgspec.Struct):
     routed_experts: msgspec.Raw = ABSENT
     sampling_mask: msgspec.Raw = ABSENT
     finish_reason: str | None = None
-    weight_versions: list[LabelSpan] | None = None
-    """Sent by vLLM 0.32 and later."""
+    weight_versions: list[LabelSpan] | None = None  # Sent by vLLM 0.32 and later.
 
 
 class GenerateResponse(msgspec.Struct):
@@ -90,8 +88,7 @@ OF_CHATS = frozenset(
     | {"include_reasoning", "return_token_ids", "add_generation_prompt", "continue_final_message", "modalities"}
     | {"prediction", "verbosity", "safety_identifier", "prompt_cache_key", "echo", "add_special_tokens"}
     | {"prompt_logprobs"}
-)
-"""Fields of a chat that are not sampling parameters."""
+)  # Fields of a chat that are not sampling parameters.
 
 
 class Generate(Dialect):

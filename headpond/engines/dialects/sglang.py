@@ -38,10 +38,8 @@ class MetaInfo(msgspec.Struct):
     finish_reason: FinishReason | None = None
     output_token_logprobs: list[OutputToken] | None = None
     completion_tokens: int | None = None
-    weight_version: str | Version | None = None
-    """Version of the weights when the completion ended."""
-    weight_versions: list[LabelSpan] | None = None
-    """Sent by SGLang 0.5.19 and later."""
+    weight_version: str | Version | None = None  # Version of the weights when the completion ended.
+    weight_versions: list[LabelSpan] | None = None  # Sent by SGLang 0.5.19 and later.
     routed_experts: msgspec.Raw = ABSENT
     output_token_sampling_mask: msgspec.Raw = ABSENT
 
@@ -62,8 +60,8 @@ class Extension(msgspec.Struct):
 
 class ChatResponse(msgspec.Struct):
     choices: list[Choice]
+    # Sent by SGLang up to 0.5.18, which repeats the routed experts of `meta_info` here.
     sglext: Extension | None = None
-    """Sent by SGLang up to 0.5.18, which repeats the routed experts of `meta_info` here."""
 
 
 TOO_OLD = "the engine sends routed experts twice, as SGLang to 0.5.18 did; upgrade it to 0.5.19 or newer"

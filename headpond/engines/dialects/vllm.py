@@ -30,9 +30,9 @@ class Choice(msgspec.Struct):
 class ChatResponse(msgspec.Struct):
     choices: list[Choice]
     prompt_token_ids: msgspec.Raw = ABSENT
+    # Sent by vLLM 0.21 only: it puts the prompt's rows here and those of the completion on
+    # the choice.
     prompt_routed_experts: msgspec.Raw = ABSENT
-    """Sent by vLLM 0.21 only: it puts the prompt's rows here and those of the completion on the
-    choice."""
 
 
 TOO_OLD = "the engine sends routed experts as vLLM 0.21 did; upgrade it to 0.22.0 or newer"

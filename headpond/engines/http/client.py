@@ -44,25 +44,19 @@ class Request:
     dialect: Dialect
     body: bytes
     headers: Mapping[str, str]
+    # Version of the adapter that the request names. The response has no other.
     version: SaidVersion | None = None
-    """Version of the adapter that the request names. The response has no other."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Response(Generic[T]):
-    value: T
-    """The result of `read`."""
+    value: T  # The result of `read`.
     replica: Replica
-    version: SaidVersion
-    """Version of the replica's weights before the request left."""
-    answered_at: float | None
-    """`TurnMetadata.answered_at`."""
-    seconds: float
-    """Time that the replica took to answer."""
-    failures: int
-    """Failed attempts before this one."""
-    aborts: int
-    """How many of `failures` were aborts."""
+    version: SaidVersion  # Version of the replica's weights before the request left.
+    answered_at: float | None  # `TurnMetadata.answered_at`.
+    seconds: float  # Time that the replica took to answer.
+    failures: int  # Failed attempts before this one.
+    aborts: int  # How many of `failures` were aborts.
 
 
 class EngineClient(EngineConnection):
@@ -151,8 +145,7 @@ class Retries:
 
     def __init__(self, settings: Engine) -> None:
         self._settings = settings
-        self.attempts = 0
-        """Unsuccessful attempts of both kinds."""
+        self.attempts = 0  # Unsuccessful attempts of both kinds.
         self.failures = self.aborts = 0
         self._pause_s = settings.retry_first_s
         self._unreachable_since: float | None = None

@@ -86,11 +86,11 @@ class Receiver(asyncio.BufferedProtocol):
         self._loop = asyncio.get_running_loop()
         self._at_head = True
         self.requests = 0
+        # True between a body received here and the next request: aiohttp's parser still
+        # waits for that body.
         self._idle = False
-        """True between a body received here and the next request: aiohttp's parser still waits for
-        that body."""
+        # The part of a body's buffer that is still to be filled.
         self._rest: memoryview | None = None
-        """The part of a body's buffer that is still to be filled."""
         self._whole: asyncio.Future[None] | None = None
         self._last_read_s = 0.0
         self._silence: asyncio.TimerHandle | None = None

@@ -56,15 +56,14 @@ SENT_AT_ONCE_BYTES = 1 << 20
 OTHER_DESCRIPTORS = 256
 CLOSE = "close"
 NAME_HEADER = "X-Request-Id"
+# Bytes of a response that are searched for its name: vLLM and SGLang begin with it.
 CHECKED_BYTES = 512
-"""Bytes of a response that are searched for its name: vLLM and SGLang begin with it."""
+# Header with `ids.engine_session`. It lets an engine, or a router before several, keep a
+# conversation on one replica.
 SESSION_HEADER = "X-Session-ID"
-"""Header with `ids.engine_session`. It lets an engine, or a router before several, keep a
-conversation on one replica."""
-RETRY_HEADER = "X-Retry-Count"
-"""Header with the number of earlier attempts of the request."""
+RETRY_HEADER = "X-Retry-Count"  # Header with the number of earlier attempts of the request.
+# Begins the session server's error when it cannot connect. Clients recognise it as temporary.
 UNREACHABLE = "the engine cannot be reached"
-"""Begins the session server's error when it cannot connect. Clients recognise it as temporary."""
 
 
 class Reservation:
@@ -73,9 +72,9 @@ class Reservation:
     def __init__(self, budget: "ByteBudget") -> None:
         self._budget = budget
         self.held = 0
+        # The buffer of a body that is received in one piece. It is given back with the
+        # reservation.
         self.buffer: bytearray | None = None
-        """The buffer of a body that is received in one piece. It is given back with the
-        reservation."""
 
     async def reserve(self, size: int) -> None:
         """Wait until `size` more bytes may be received."""

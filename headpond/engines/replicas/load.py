@@ -16,15 +16,12 @@ NAMES = frozenset((*RUNNING, *WAITING, *CACHE_USE, *PREEMPTIONS, STARTED))
 @dataclass(frozen=True, kw_only=True)
 class Load:
     running: int
-    waiting: int
-    """requests in the server's queue"""
-    cache_use: float
-    """used share of the KV cache, 0 to 1, of the fullest engine behind the address"""
-    preemptions: int
-    """requests that were pushed out of the cache since the server started"""
+    waiting: int  # requests in the server's queue
+    cache_use: float  # used share of the KV cache, 0 to 1, of the fullest engine behind the address
+    preemptions: int  # requests that were pushed out of the cache since the server started
+    # start time of the server's process, by its own clock; another value is another process
+    # (SGLang prints none)
     started_at: float | None = None
-    """start time of the server's process, by its own clock; another value is another process
-    (SGLang prints none)"""
 
     @property
     def cache_is_full(self) -> bool:

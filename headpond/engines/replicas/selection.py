@@ -37,8 +37,8 @@ PROCESSES_KEPT = 64  # more servers than stand behind one address
 QUEUED_WEIGHT = 5
 
 
+# Awaited before a request is sent on a new connection.
 CONNECTED = ContextVar[Callable[[], Awaitable[None]] | None]("CONNECTED", default=None)
-"""Awaited before a request is sent on a new connection."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,15 +47,13 @@ class Orders:
     process."""
 
     run: str = ""
-    sequence: int = 0
-    """Sequence number of the job."""
-    version: int = START_VERSION
-    """The newest that was published."""
+    sequence: int = 0  # Sequence number of the job.
+    version: int = START_VERSION  # The newest that was published.
+    # Replicas with older weights serve nothing that is trained on.
     least_version: int = START_VERSION
-    """Replicas with older weights serve nothing that is trained on."""
+    # Replicas with these versions serve nothing either: the trainer has resumed from an older
+    # checkpoint.
     abandoned: tuple[int, ...] = ()
-    """Replicas with these versions serve nothing either: the trainer has resumed from an older
-    checkpoint."""
 
 
 NO_ORDERS = Orders()
@@ -65,37 +63,31 @@ NO_ORDERS = Orders()
 class Answers:
     """Consecutive polls with the same answer."""
 
-    label: WeightLabel | None
-    """The label; None if the server reports none."""
+    label: WeightLabel | None  # The label; None if the server reports none.
     last_began: float
 
 
 @dataclass(kw_only=True, eq=False)
 class Replica:
     url: str
-    in_flight: int = 0
-    """Requests of this process."""
-    load: Load | None = None
-    """Load from the replica's last /metrics response, or None."""
+    in_flight: int = 0  # Requests of this process.
+    load: Load | None = None  # Load from the replica's last /metrics response, or None.
     _in_flight_at_look: int = 0
+    # Start times of the processes that answered at this address, the latest last.
     _processes: deque[float] = field(default_factory=lambda: deque[float](maxlen=PROCESSES_KEPT))
-    """Start times of the processes that answered at this address, the latest last."""
-    unreachable_at: float = -math.inf
-    """When a connection last failed, by the monotonic clock."""
+    unreachable_at: float = -math.inf  # When a connection last failed, by the monotonic clock.
     answers: deque[Answers] = field(default_factory=lambda: deque[Answers](maxlen=LABELS_KEPT))
-    asked: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set to poll at once."""
-    failed_polls: int = 0
-    """Polls that failed since the last success."""
+    asked: asyncio.Event = field(default_factory=asyncio.Event)  # Set to poll at once.
+    failed_polls: int = 0  # Polls that failed since the last success.
+    # When a poll or a connection last failed: the server may have restarted since, with other
+    # weights.
     doubted_at: float = -math.inf
-    """When a poll or a connection last failed: the server may have restarted since, with other weights."""
+    # Whether its last response named the request that it answers (`transport.RequestNames`).
     names_requests: bool = False
-    """Whether its last response named the request that it answers (`transport.RequestNames`)."""
+    # Whether several servers answer at this address. One server's report is then invalid for
+    # the next request.
     router: bool = False
-    """Whether several servers answer at this address. One server's report is then invalid for the
-    next request."""
-    _polled: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set by the next poll."""
+    _polled: asyncio.Event = field(default_factory=asyncio.Event)  # Set by the next poll.
     _polls: int = 0
     _highest: int = START_VERSION
     _returns: deque[int] = field(default_factory=lambda: deque[int](maxlen=ROUTER_RETURNS))

@@ -17,10 +17,11 @@ from headpond.engines.dialects.base import NEUTRAL, Prompt
 from headpond.errors import Upstream
 from headpond.turn import Ids, OpenSample, Routes, Turn, VersionSpan
 
+# Limit for one completion. An engine that aborts more often spends its time on prefills: it
+# should pause otherwise.
 MAX_CONTINUATIONS = 8
-"""Limit for one completion. An engine that aborts more often spends its time on prefills: it should
-pause otherwise."""
 LIMITS = ("max_tokens", "max_completion_tokens")
+# Sampling fields that act on each token alone. Stop strings do not: one may lie across the abort.
 TOKENWISE = frozenset(
     {
         *LIMITS,
@@ -42,7 +43,6 @@ TOKENWISE = frozenset(
         "user",
     }
 )
-"""Sampling fields that act on each token alone. Stop strings do not: one may lie across the abort."""
 
 
 def can_continue(prompt: Prompt, sampling: Mapping[str, Any]) -> bool:

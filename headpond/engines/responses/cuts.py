@@ -25,11 +25,10 @@ MARKED = b'"%b"' % MARK
 MARKED_LIST = msgspec.Raw(b"[%b]" % MARKED)
 OBJECT_OPENING = b'{"data":"'
 
-ID_CHARS = 11
-"""Longest id with its comma."""
+ID_CHARS = 11  # Longest id with its comma.
+# Upper bound of the text behind the routed experts, prompt ids left out (usage and others): about
+# 500 in practice.
 OTHER_CHARS = 4096
-"""Upper bound of the text behind the routed experts, prompt ids left out (usage and others): about
-500 in practice."""
 
 _memmem = getattr(ctypes.CDLL(None), "memmem", None)
 if _memmem:
@@ -41,25 +40,20 @@ if _memmem:
 class Match:
     """The open sample that a prompt begins with."""
 
-    index: int
-    """Position of the longest match in the given sequence; of equal ones, the first."""
-    matches: int
-    """Number of sequences that matched. More than one is recorded as ambiguous."""
+    index: int  # Position of the longest match in the given sequence; of equal ones, the first.
+    matches: int  # Number of sequences that matched. More than one is recorded as ambiguous.
 
 
 class PromptCut(NamedTuple):
     """A prompt that begins with the ids of an open sample."""
 
     match: Match
-    span: Span
-    """All ids of the prompt, without brackets."""
-    new: Span
-    """The comma and the ids behind those of the sample; empty if there are none."""
+    span: Span  # All ids of the prompt, without brackets.
+    new: Span  # The comma and the ids behind those of the sample; empty if there are none.
 
 
 class Cuts(NamedTuple):
-    experts: Span | None = None
-    """The base64 text without its quotes."""
+    experts: Span | None = None  # The base64 text without its quotes.
     prompt: PromptCut | None = None
 
     @property

@@ -58,25 +58,23 @@ class RequestInfo:
     """The parts of a request that `read_turn` needs."""
 
     dialect: Dialect
-    prompt_ids: Ids | None = None
-    """Ids of the prompt, used if the response has none."""
+    prompt_ids: Ids | None = None  # Ids of the prompt, used if the response has none.
+    # First routed row that was requested (SGLang: `routed_experts_start_len`).
     routes_from: int = 0
-    """First routed row that was requested (SGLang: `routed_experts_start_len`)."""
+    # Limit of prompt and completion together. Tokens beyond it are cut.
     max_seq_len: int | None = None
-    """Limit of prompt and completion together. Tokens beyond it are cut."""
-    fields: tuple[str, ...] = ()
-    """Fields for the trainer to look for in the response."""
+    fields: tuple[str, ...] = ()  # Fields for the trainer to look for in the response.
+    # Whether the renderer makes the message from the completion's tokens. The engine's
+    # message is then not used.
     renders: bool = False
-    """Whether the renderer makes the message from the completion's tokens. The engine's message is
-    then not used."""
+    # Whether the caller continues an aborted completion. Otherwise one raises `Aborted`.
     continues: Callable[[], bool] = lambda: False
-    """Whether the caller continues an aborted completion. Otherwise one raises `Aborted`."""
 
 
 MAX_LOGPROB = np.float32(LOGPROB_ROUNDING)
+# vLLM's value for a logprob that is missing, NaN or minus infinity. No model gives a token so
+# little.
 NO_LOGPROB = np.float32(-9999.0)
-"""vLLM's value for a logprob that is missing, NaN or minus infinity. No model gives a token so
-little."""
 KEEP = (
     'pause the engine so that it keeps what it generates (vLLM: /pause?mode=keep, SGLang: /pause_generation with mode "'
     'in_place"), or lower the number of weight updates'
@@ -84,10 +82,10 @@ KEEP = (
 NEW_SAMPLE = OpenSample(sequence=Fingerprint(), rows_from=0)
 ROUTES_FROM = "vLLM (0.22.0 or newer) or SGLang (0.5.19 or newer) with --enable-return-routed-experts"
 NESTED_LISTS = f"routed experts: nested lists are not read; start {ROUTES_FROM}, which send base64"
+# Internal error text: the full path follows.
 WRONG_CUT = "a cut does not match the field it was taken for"
-"""Internal error text: the full path follows."""
+# Errors that a dialect may raise when it decodes a malformed response.
 MALFORMED = (msgspec.DecodeError, json.JSONDecodeError, UnicodeDecodeError, RecursionError)
-"""Errors that a dialect may raise when it decodes a malformed response."""
 OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 CHOICES = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 MASKS = msgspec.json.Decoder(list[list[TokenId]])
@@ -104,10 +102,9 @@ PARTS = (
     ("version", (int, NoneType), "an int or None"),
     ("version_spans", tuple, "a tuple of VersionSpan"),
     ("final", bool, "True or False"),
-)
-"""The parts of `ResponseFields`: name, type, advice. A custom dialect may get them wrong."""
+)  # The parts of `ResponseFields`: name, type, advice. A custom dialect may get them wrong.
+# Types of all parts that were checked one by one: a dialect has one or two such tuples.
 RIGHT_KINDS = set[tuple[type, ...]]()
-"""Types of all parts that were checked one by one: a dialect has one or two such tuples."""
 _parts = attrgetter(*(name for name, _, _ in PARTS))
 
 
@@ -338,8 +335,7 @@ class _NewIds(NamedTuple):
 
     match: Match | None
     ids: Ids
-    text: bytes | None = None
-    """`ids_text`, if it is known."""
+    text: bytes | None = None  # `ids_text`, if it is known.
 
 
 def _prompt(
@@ -380,10 +376,9 @@ def _check_sent(ids: Ids, prefix: Fingerprint, request: RequestInfo) -> None:
 class _Payload(NamedTuple):
     """The value of `routed_experts`."""
 
-    json: bytes | memoryview
-    """The value as JSON, with the mark in place of a cut."""
+    json: bytes | memoryview  # The value as JSON, with the mark in place of a cut.
+    # Position of the value in the body; None if the dialect made the value itself.
     span: Span | None
-    """Position of the value in the body; None if the dialect made the value itself."""
 
 
 def _payload(body: Body, raw: msgspec.Raw, cuts: Cuts) -> _Payload | None:

@@ -20,27 +20,24 @@ from headpond.turn import WIRE_DTYPES, WIRE_RANGES, CheckRoutes, RouteFormat, Ro
 Text = bytes | memoryview
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
-SHAPELESS_WIRE = "int32"
-"""Type of SGLang's bare string."""
+SHAPELESS_WIRE = "int32"  # Type of SGLang's bare string.
 NPY_MAGIC_TEXT = pybase64.b64encode(b"\x93NUMPY")
 NPY_HEADER = re.compile(
     rb"\{'descr': '[|<]([ui][1248])', 'fortran_order': False, 'shape': \((\d{1,9}), (\d{1,9}), (\d{1,9})\), \} *\n"
 )
+# Zero rows come in runs (a cached prefix, a payload never captured), so a few evenly spread rows
+# detect them.
 SAMPLED_ROWS = 16
-"""Zero rows come in runs (a cached prefix, a payload never captured), so a few evenly spread rows detect them."""
 
 
 class Wanted(NamedTuple):
     """The rows of a response that are needed, and the number that it must have."""
 
-    tokens: int
-    """Number of tokens in the response's prompt and completion."""
-    first: int
-    """First row that is needed: rows before this position are recorded already."""
-    until: int
-    """End of the rows that are needed: later ones belong to tokens that were cut."""
+    tokens: int  # Number of tokens in the response's prompt and completion.
+    first: int  # First row that is needed: rows before this position are recorded already.
+    until: int  # End of the rows that are needed: later ones belong to tokens that were cut.
+    # First row that was requested. Engines may ignore it and send all rows.
     requested_from: int = 0
-    """First row that was requested. Engines may ignore it and send all rows."""
 
     def start(self, rows: int, stated: int | None = None) -> int:
         """Position of a payload's first row. Every token but the last has a row; some engines send
@@ -72,8 +69,7 @@ class Payload(NamedTuple):
     rows: int
     start: int
     format: RouteFormat
-    header_bytes: int = 0
-    """Size of the `.npy` header before the first row."""
+    header_bytes: int = 0  # Size of the `.npy` header before the first row.
 
 
 def read_object(wire: WireObject, text: Text, wanted_rows: Wanted, route_format: RouteFormat) -> Routes | None:

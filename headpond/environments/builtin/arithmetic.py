@@ -15,8 +15,7 @@ ANSWER = re.compile(r"Answer:\s*(-?\d+)")
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    text: str
-    """Numbers, ` + `, ` - ` and ` * `, with the usual precedence: `12 + 3 * 4 - 5`."""
+    text: str  # Numbers, ` + `, ` - ` and ` * `, with the usual precedence: `12 + 3 * 4 - 5`.
     answer: int
 
 

@@ -6,15 +6,15 @@ from typing import Any
 import msgspec
 
 HEARTBEAT_INTERVAL_S = 1.0
+# A process without a heartbeat for this long is considered hung, usually in a reward that never
+# returns.
 HANG_TIMEOUT_S = 60.0
-"""A process without a heartbeat for this long is considered hung, usually in a reward that never
-returns."""
 MAX_LINE_BYTES = 1 << 20
+# Reasons are cut to this length: an engine's error may be a whole HTML page.
 MAX_REASON_CHARACTERS = 4_000
-"""Reasons are cut to this length: an engine's error may be a whole HTML page."""
+# Time for the process to remove its sandboxes after its connection closes. The package allows 10
+# s for each.
 SHUTDOWN_TIMEOUT_S = 20.0
-"""Time for the process to remove its sandboxes after its connection closes. The package allows
-10 s for each."""
 
 
 class Outcome(StrEnum):
@@ -33,8 +33,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     harness: str | None
     size: int | None
     config: dict[str, Any]
-    directory: str | None = None
-    """Directory for the files of episodes."""
+    directory: str | None = None  # Directory for the files of episodes.
 
 
 class EpisodeRequest(msgspec.Struct, frozen=True, kw_only=True, tag="episode_request"):

@@ -35,8 +35,8 @@ class Curves:
         self._lock = threading.Lock()
         self._steps = array("q")
         self._columns: dict[str, array[float]] = {}
+        # inode of a file that is there -> bytes of it that were read
         self._read: dict[int, int] = {}
-        """inode of a file that is there -> bytes of it that were read"""
         self._means = Means(directory)
 
     def read(self) -> bool:

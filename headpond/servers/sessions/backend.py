@@ -47,32 +47,26 @@ RELAYED = range(200, 600)
 @dataclass(frozen=True, kw_only=True)
 class EngineRequest:
     method: str
-    target: str
-    """path and query, already percent-encoded"""
+    target: str  # path and query, already percent-encoded
     body: bytes
     headers: Mapping[str, str]
+    # dialect of a chat, whose response names it; None for a request that is passed on
     dialect: Dialect | None = None
-    """dialect of a chat, whose response names it; None for a request that is passed on"""
+    # version of the adapter that the request names; the response cannot have another one
     version: SaidVersion | None = None
-    """version of the adapter that the request names; the response cannot have another one"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineResponse:
     status: int
     headers: Mapping[str, str]
-    chunks: list[Body]
-    """the body as received; `joined` empties the list"""
-    name: str | None
-    """name of its request, which the response must repeat (`Backend.check_name`)"""
+    chunks: list[Body]  # the body as received; `joined` empties the list
+    name: str | None  # name of its request, which the response must repeat (`Backend.check_name`)
     head: bytes
     replica: Replica
-    version: SaidVersion
-    """version of the replica's weights before the request left"""
-    answered_at: float | None
-    """`TurnMetadata.answered_at`"""
-    seconds: float
-    """time that the replica took to answer"""
+    version: SaidVersion  # version of the replica's weights before the request left
+    answered_at: float | None  # `TurnMetadata.answered_at`
+    seconds: float  # time that the replica took to answer
 
     def joined(self) -> Body:
         return joined(self.chunks)
@@ -83,8 +77,7 @@ class NotTaken(Upstream):
 
 
 class Backend(EngineConnection):
-    wait_s = 0.0
-    """`sessions.engine_wait_s`"""
+    wait_s = 0.0  # `sessions.engine_wait_s`
 
     @contextlib.asynccontextmanager
     async def send(self, request: EngineRequest, *, preferred: Replica | None = None) -> AsyncIterator[EngineResponse]:

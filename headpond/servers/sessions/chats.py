@@ -50,18 +50,15 @@ HEAD_CHUNKS = 2
 class ChatCounts:
     begun: int = 0
     recorded: int = 0
-    refused_upstream: int = 0
-    """the engine answered with a status other than 200"""
+    refused_upstream: int = 0  # the engine answered with a status other than 200
+    # the engine aborted the completion: nothing was recorded, and the client got 503
     aborted: int = 0
-    """the engine aborted the completion: nothing was recorded, and the client got 503"""
-    repaired_echoes: int = 0
-    """recorded answers that came back in another form"""
+    repaired_echoes: int = 0  # recorded answers that came back in another form
+    # prompts whose chat template changed recorded tokens, and no bridge kept them: each
+    # begins another sample
     rewritten_histories: int = 0
-    """prompts whose chat template changed recorded tokens, and no bridge kept them: each begins another sample"""
-    sent_again: int = 0
-    """requests that joined one in flight or got a recorded answer"""
-    left_out: int = 0
-    """answered and logged, and not trained on, by a rule or a header"""
+    sent_again: int = 0  # requests that joined one in flight or got a recorded answer
+    left_out: int = 0  # answered and logged, and not trained on, by a rule or a header
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +77,8 @@ class ReadResponse:
     """An engine's response, validated."""
 
     turn: Turn
-    body: Body
-    """the client's response"""
-    record: bytes
-    """request and response as JSON, for the session's records"""
+    body: Body  # the client's response
+    record: bytes  # request and response as JSON, for the session's records
 
 
 class Chats:

@@ -40,8 +40,7 @@ class Asked:
 
     names: frozenset[str]
     stream: bool
-    usage: bool
-    """whether a stream ends with the usage"""
+    usage: bool  # whether a stream ends with the usage
 
     @classmethod
     def by(cls, fields: Mapping[str, Any]) -> "Asked":
@@ -59,10 +58,8 @@ class Rendered:
 
     message: bytes
     finish_reason: str | None
-    logprobs: bytes | None
-    """None: as the engine sent them"""
-    token_ids: bytes
-    """a JSON list"""
+    logprobs: bytes | None  # None: as the engine sent them
+    token_ids: bytes  # a JSON list
 
 
 def completion_for(body: bytes, asked: Asked, rendered: Rendered | None = None) -> bytes:

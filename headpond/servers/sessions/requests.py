@@ -51,8 +51,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 @dataclass(frozen=True, kw_only=True)
 class ChatRules:
     defaults: Mapping[str, Any]
-    forced: Mapping[str, Any]
-    """None removes a field."""
+    forced: Mapping[str, Any]  # None removes a field.
     leave_out: Mapping[str, LeaveOut]
 
     @classmethod
@@ -100,35 +99,27 @@ def _text(message: Mapping[str, Any]) -> str:
 
 
 class NewSession(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    rollout: Name | None = None
-    """default: the session's own id"""
+    rollout: Name | None = None  # default: the session's own id
     attempt: Count = 1
     run: FileName | None = None
+    # id of the execution; sealed files are written into its directory. It needs `run` and
+    # `rollout`
     execution: FileName | None = None
-    """id of the execution; sealed files are written into its directory. It needs `run` and `rollout`"""
-    sampling: dict[str, Any] = {}
-    """default fields of every chat"""
-    model: Name | None = None
-    """model of every chat, whatever the client names"""
-    forced: dict[str, Any] = {}
-    """fields of every chat, whatever the client sends; null removes one"""
-    policy_version: Count | None = None
-    """newest version that was published"""
-    least_version: Count = 0
-    """replicas with older weights serve no session that is trained on"""
-    abandoned_versions: tuple[Count, ...] = ()
-    """nor do replicas with these"""
-    sequence: Count = 0
-    """number of the job; the versions of the newest one are used"""
+    sampling: dict[str, Any] = {}  # default fields of every chat
+    model: Name | None = None  # model of every chat, whatever the client names
+    forced: dict[str, Any] = {}  # fields of every chat, whatever the client sends; null removes one
+    policy_version: Count | None = None  # newest version that was published
+    least_version: Count = 0  # replicas with older weights serve no session that is trained on
+    abandoned_versions: tuple[Count, ...] = ()  # nor do replicas with these
+    sequence: Count = 0  # number of the job; the versions of the newest one are used
 
 
 class SealRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    # why the rollout failed: its tokens are then masked from the loss
     error: Annotated[str, msgspec.Meta(max_length=10_000)] = ""
-    """why the rollout failed: its tokens are then masked from the loss"""
-    turn_rewards: TurnRewards | None = None
-    """one for each recorded turn"""
+    turn_rewards: TurnRewards | None = None  # one for each recorded turn
+    # spans of the rollout beside its turns
     spans: Annotated[tuple[TimedSpan, ...], msgspec.Meta(max_length=SPANS_MOST)] = ()
-    """spans of the rollout beside its turns"""
 
 
 NEW_SESSION = msgspec.json.Decoder(NewSession)
@@ -141,13 +132,10 @@ class Chat:
     fields: Mapping[str, Any]
     conversation: DigestedMessages
     asked: Asked
-    context: Any
-    """values of the request that the API's response needs"""
+    context: Any  # values of the request that the API's response needs
     instructions: int
-    left_out_by: str
-    """header or rule that leaves it out of training; empty if it is recorded"""
-    prompt_ids: Ids | None = None
-    """the prompt itself, in place of messages"""
+    left_out_by: str  # header or rule that leaves it out of training; empty if it is recorded
+    prompt_ids: Ids | None = None  # the prompt itself, in place of messages
 
     @property
     def sampling(self) -> dict[str, Any]:

@@ -41,8 +41,7 @@ def request_id(agent: str, body: bytes) -> bytes:
 class Answer:
     """The response to a chat."""
 
-    turn: int | None
-    """None if the session ended before it was recorded"""
+    turn: int | None  # None if the session ended before it was recorded
     headers: Mapping[str, str]
     body: bytes
 
@@ -51,8 +50,7 @@ class Answer:
 class SentChat:
     id: bytes
     key: str
-    request: web.BaseRequest
-    """request of the client that waits for the answer"""
+    request: web.BaseRequest  # request of the client that waits for the answer
     answer: asyncio.Future[Answer] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     @property

@@ -53,17 +53,13 @@ class InFlight:
 class SessionMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """The server's own data about a session, stored by the recorder in `SessionSettings.notes`."""
 
-    secret_digest: str
-    """digest of the secret for chats"""
-    control_digest: str
-    """digest of the secret for rewards, sealing and deleting"""
+    secret_digest: str  # digest of the secret for chats
+    control_digest: str  # digest of the secret for rewards, sealing and deleting
     sampling: dict[str, Any]
-    created_at: float
-    """seconds since 1970"""
+    created_at: float  # seconds since 1970
+    # directory of the store that files are sealed into; default: the session's own
     files_key: str | None = None
-    """directory of the store that files are sealed into; default: the session's own"""
-    forced: dict[str, Any] = {}
-    """fields of every chat, whatever the client sends"""
+    forced: dict[str, Any] = {}  # fields of every chat, whatever the client sends
 
     @property
     def digests(self) -> tuple[str, str]:
@@ -81,22 +77,17 @@ class SealedSession(msgspec.Struct, frozen=True, kw_only=True):
 @dataclass(kw_only=True, eq=False)
 class Entry:
     id: str
-    session: Session | None = None
-    """None: not yet recovered after a restart, or sealed"""
+    session: Session | None = None  # None: not yet recovered after a restart, or sealed
     metadata: SessionMetadata | None = None
-    sealed: bytes | None = None
-    """response of the seal request"""
+    sealed: bytes | None = None  # response of the seal request
     score: PostedScore = NOTHING_POSTED
     scoring: asyncio.Lock = field(default_factory=asyncio.Lock)
     used_at: float = field(default_factory=time.monotonic)
-    deadline: float = 0.0
-    """time of the monotonic clock at which it expires"""
-    last_replica: Replica | None = None
-    """replica that served the last chat"""
+    deadline: float = 0.0  # time of the monotonic clock at which it expires
+    last_replica: Replica | None = None  # replica that served the last chat
+    # use of the replicas, since this process has the session
     usage: Usage = field(default_factory=Usage)
-    """use of the replicas, since this process has the session"""
-    aborts: int = 0
-    """completions that the engine aborted, and the client asked for again"""
+    aborts: int = 0  # completions that the engine aborted, and the client asked for again
     in_flight: InFlight = field(default_factory=InFlight)
     sent_chats: SentChats = field(default_factory=SentChats)
     opening: asyncio.Task[None] | None = None

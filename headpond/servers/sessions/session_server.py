@@ -162,8 +162,7 @@ class SessionServer:
         self._requests = ByteBudget(self._settings.requests_bytes)
         self._chats = Chats(config, backend, self._requests, table, renderer)
         self._queries = EngineQueries(config, backend, renderer)
-        self.refused = Counter[str]()
-        """Responses of 4xx and 5xx, the engine's included, by status."""
+        self.refused = Counter[str]()  # Responses of 4xx and 5xx, the engine's included, by status.
         self.instance_id = self._settings.instance_id or secrets.token_hex(16)
         self._health = orjson.dumps({"status": "ok", "session_server_instance_id": self.instance_id})
         self._handlers: dict[tuple[str, str], Handler] = {

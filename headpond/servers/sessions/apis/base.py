@@ -37,24 +37,18 @@ JOINED_BY = "\n\n"
 class ChatRequest:
     """A request as a chat."""
 
-    fields: dict[str, Any]
-    """fields of Chat Completions"""
-    context: Any = None
-    """values of the request that the API's response needs"""
-    instructions: int = 0
-    """characters of the first message that hold for this request only"""
-    prompt_ids: Ids | None = None
-    """the prompt itself, in place of messages"""
+    fields: dict[str, Any]  # fields of Chat Completions
+    context: Any = None  # values of the request that the API's response needs
+    instructions: int = 0  # characters of the first message that hold for this request only
+    prompt_ids: Ids | None = None  # the prompt itself, in place of messages
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
     """A recorded completion for its client."""
 
-    completion: bytes
-    """OpenAI's chat completion, with the fields that the client asked for"""
-    id: str
-    """unique among the answers of all sessions"""
+    completion: bytes  # OpenAI's chat completion, with the fields that the client asked for
+    id: str  # unique among the answers of all sessions
     asked: Asked
     context: Any = None
 
@@ -69,8 +63,8 @@ class History:
 
 class Api(ABC):
     path: ClassVar[str]
+    # sent in a stream while there is nothing else
     keep_alive: ClassVar[bytes] = b": keep-alive\n\n"
-    """sent in a stream while there is nothing else"""
 
     @abstractmethod
     def chat(self, given: dict[str, Any], history: History | None) -> ChatRequest:
@@ -147,8 +141,7 @@ class Completion:
     created: int
     message: Message
     finish_reason: str | None
-    stop: str | None
-    """the stop string that ended it"""
+    stop: str | None  # the stop string that ended it
     logprobs: list[Any]
     prompt_tokens: int
     cached_tokens: int

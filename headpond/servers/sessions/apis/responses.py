@@ -77,8 +77,8 @@ class Context:
     tool_choice: Any
     parallel: bool
     include: frozenset[str]
+    # name of a function -> a tool that is not a plain function
     tools: dict[str, ToolName] = field(default_factory=dict[str, ToolName])
-    """name of a function -> a tool that is not a plain function"""
 
 
 class Responses(Api):
