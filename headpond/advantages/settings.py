@@ -29,34 +29,35 @@ class AdvantageSettings(Section):
 
     declared = read_by(Reader.ORCHESTRATOR, Reader.COMPUTE)
 
-    # Name of the estimator: `grpo`, `grpo_leave_one_out`, `grpo_batch`, `dr_grpo`, `rloo`,
-    # `opo`, `remax`, `reinforce_pp`, `reinforce_pp_baseline`, `max_rl`, `gdpo`, `pass_at_k`,
-    # `pass_at_k_normalised`, `none` (the reward itself); by turn `grpo_process`,
-    # `grpo_agents`, `rae`; or `module:attribute`: an `Estimator` or a function.
     estimator: str = "dr_grpo"
-    # How `reinforce_pp` and `reinforce_pp_baseline` whiten over tokens: as `verl` (variance
-    # with n - 1, plus 1e-8), or as `nemo_rl` and `openrlhf` (with n, at least 1e-8).
+    """Name of the estimator: `grpo`, `grpo_leave_one_out`, `grpo_batch`, `dr_grpo`, `rloo`, `opo`, `remax`,
+    `reinforce_pp`, `reinforce_pp_baseline`, `max_rl`, `gdpo`, `pass_at_k`, `pass_at_k_normalised`, `none` (the reward
+    itself); by turn `grpo_process`, `grpo_agents`, `rae`; or `module:attribute`: an `Estimator` or a function."""
     whitening: Whitening = "verl"
-    # Weights of the named rewards under `gdpo`; 1 for names that are not here.
+    """How `reinforce_pp` and `reinforce_pp_baseline` whiten over tokens: as `verl` (variance with n - 1, plus 1e-8), or
+    as `nemo_rl` and `openrlhf` (with n, at least 1e-8)."""
     reward_weights: dict[str, float] = Field(default={})
-    # Decay of the moving mean of an agent's rewards under `rae`.
+    """Weights of the named rewards under `gdpo`; 1 for names that are not here."""
     baseline_decay: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    # `tokens` and `turns` reward the best rollouts of a group for saving these; `linear`
-    # lowers each reward by its share of the longest rollout's tokens and turns; `overlong` is
-    # DAPO's penalty near `overlong_tokens`; or `module:function` that maps a group to its
-    # shaped rewards.
+    """Decay of the moving mean of an agent's rewards under `rae`."""
     length_shaping: str = "none"
-    # Cost of one completion token under `tokens`; weight of a rollout's completion tokens
-    # under `linear`.
+    """`tokens` and `turns` reward the best rollouts of a group for saving these; `linear` lowers each reward by its
+    share of the longest rollout's tokens and turns; `overlong` is DAPO's penalty near `overlong_tokens`; or
+    `module:function` that maps a group to its shaped rewards."""
     completion_weight: Weight = 1.0
-    tool_weight: Weight = 1.0  # Cost of one token of a tool's result under `tokens`.
-    input_weight: Weight = 0.0  # Weight of a rollout's prompt tokens under `linear`.
-    turn_weight: Weight = 0.0  # Weight of a rollout's turns under `linear`.
-    # Completion tokens from which `overlong` subtracts the whole penalty.
+    """Cost of one completion token under `tokens`; weight of a rollout's completion tokens under `linear`."""
+    tool_weight: Weight = 1.0
+    """Cost of one token of a tool's result under `tokens`."""
+    input_weight: Weight = 0.0
+    """Weight of a rollout's prompt tokens under `linear`."""
+    turn_weight: Weight = 0.0
+    """Weight of a rollout's turns under `linear`."""
     overlong_tokens: PositiveInt | None = None
-    # Tokens before `overlong_tokens` over which the penalty grows from 0.
+    """Completion tokens from which `overlong` subtracts the whole penalty."""
     overlong_buffer: PositiveInt = 4096
-    overlong_penalty: Weight = 1.0  # What `overlong` subtracts at most.
+    """Tokens before `overlong_tokens` over which the penalty grows from 0."""
+    overlong_penalty: Weight = 1.0
+    """What `overlong` subtracts at most."""
 
     @field_validator("estimator", "length_shaping")
     @classmethod

@@ -181,7 +181,7 @@ def test_every_evaluation_has_one_line_across_a_kill_and_a_lost_ledger(tmp_path:
         number = state.evaluations_finished
         state.evaluation_lines[str(number)].line = dumps({"evaluation": number, "reward_mean": number})
         await run.ledger.committed()
-        assert await run.metrics.write()
+        await run.metrics.write()
         run.ledger.close()
 
     def lines() -> list[int]:
