@@ -116,7 +116,8 @@ class Execution:
         return EncodedReply(self._reply(Outcome.DECLINED, error=why).model_dump_json().encode(), None)
 
     def timed_out(self) -> BlobUnwritten | TimeoutError:
-        """A body that ends itself at its time-out has waited for the store."""
+        """Return the error of a body that exceeded its time. Play ends itself at its time-out: only the store can delay
+        it further."""
         if self.stage.ends_itself:
             return BlobUnwritten(
                 f"the rollout was not stored within {GRACE_S:g} s after its time-out ({self.job.timeout_s:g} s): "

@@ -13,8 +13,9 @@ from headpond.tasks.stage import all_stages
 if TYPE_CHECKING:  # every process declares the tasks; only rollout workers load environments and engine client
     from headpond.tasks.player import Player
 
-executor: AsyncExecutor | None = None  # Set by the worker before its first job.
-# Set by the worker before its first job: its environments and engine client.
+# Set by `workers/rollouts.py` before the first job: the executor, and the worker's environments with
+# its engine client.
+executor: AsyncExecutor | None = None
 player: "Player | None" = None
 
 

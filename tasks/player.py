@@ -17,7 +17,7 @@ from headpond.environments.loading import LoadedEnvironment, load_environments
 from headpond.errors import ConfigError, InfrastructureFailure, StageError
 from headpond.event_loop.offload import in_io_thread
 from headpond.playing.agent_sessions import SessionServers
-from headpond.playing.rollout import RolloutStage, open_dialect
+from headpond.playing.rollout import PlayResources, open_dialect
 from headpond.store import open_store
 from headpond.store.opening import owner_of
 
@@ -31,7 +31,7 @@ class Player:
         self._config = config
         self.environments: dict[str, LoadedEnvironment] = {}
         self._broken: str | None = None
-        self._stage: RolloutStage | None = None
+        self._resources: PlayResources | None = None
         self._run_of_store: str | None = None
 
     @asynccontextmanager
@@ -50,7 +50,7 @@ class Player:
             async with EngineClient.open(config.engine) as client, SessionServers.open(config.sessions) as sessions:
                 if dialect:
                     store = open_store(config.store_url)
-                    self._stage = RolloutStage(
+                    self._resources = PlayResources(
                         client=client,
                         store=store,
                         settings=config.policy,
@@ -81,16 +81,16 @@ class Player:
                 )
             self._run_of_store = run
 
-    def stage_of(self, environment: str) -> RolloutStage:
+    def resources_of(self, environment: str) -> PlayResources:
         """An evaluation has sampling parameters of its own, and nothing for the trainer is missing in it."""
-        assert self._stage is not None, "`ready` opens it before the first job"
+        assert self._resources is not None, "`ready` opens it before the first job"
         evaluation = self._config.evaluation.get(environment)
         if evaluation is None:
-            return self._stage
-        settings = self._stage.settings
+            return self._resources
+        settings = self._resources.settings
         if evaluation.sampling is not None:
             settings = settings.model_copy(update={"sampling": evaluation.sampling})
-        return replace(self._stage, settings=settings, trained=False)
+        return replace(self._resources, settings=settings, trained=False)
 
     def _warn_of_root(self) -> None:
         if os.geteuid() == 0 and not self._config.rollouts.agent_user:

@@ -18,7 +18,7 @@ from headpond.doctor.examination import quick
 from headpond.engines.http.client import EngineClient
 from headpond.errors import EngineUnreachable, HeadpondError
 from headpond.event_loop import factory as event_loop
-from headpond.playing.rollout import RolloutStage, open_dialect
+from headpond.playing.rollout import PlayResources, open_dialect
 from headpond.store import open_store
 
 CHECK_S = 20.0  # for a few short requests, without the start of this process: an engine that takes longer is busy
@@ -30,7 +30,7 @@ async def examined(settings: config.RunConfig) -> dict[str, Any]:
         dialect = await open_dialect(settings)
         async with asyncio.timeout(CHECK_S), EngineClient.open(engine) as client:
             store = open_store(probes.STORE)
-            notes = await quick(RolloutStage(client=client, store=store, settings=settings.policy, dialect=dialect))
+            notes = await quick(PlayResources(client=client, store=store, settings=settings.policy, dialect=dialect))
     except TimeoutError:
         return {"busy": f"the engine did not answer within {CHECK_S:g} s"}
     except EngineUnreachable as error:

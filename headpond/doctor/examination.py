@@ -21,7 +21,7 @@ from headpond.doctor.server_facts import (
 )
 from headpond.engines.http.client import EngineClient
 from headpond.errors import ConfigError, EngineUnreachable, HeadpondError, InfrastructureFailure, StageError
-from headpond.playing.rollout import RolloutStage, open_dialect
+from headpond.playing.rollout import PlayResources, open_dialect
 from headpond.store import open_store
 
 LATENCIES = 3
@@ -29,11 +29,11 @@ AT_ONCE = 8
 TOOL_FLAGS = "start vLLM with --enable-auto-tool-choice --tool-call-parser NAME (SGLang: --tool-call-parser NAME)"
 
 
-async def quick(stage: RolloutStage) -> list[Finding]:
+async def quick(resources: PlayResources) -> list[Finding]:
     """StageError, in the engine's words, if every rollout would fail or be spoilt; returns what fails only some.
     EngineUnreachable if no replica answers; other replicas are left to the requests, which avoid what does not
     answer."""
-    settings, unreachable, stated = stage.client.settings, list[str](), list[str]()
+    settings, unreachable, stated = resources.client.settings, list[str](), list[str]()
     for url in settings.urls:
         try:
             facts = await read_facts(settings, url)
@@ -46,12 +46,12 @@ async def quick(stage: RolloutStage) -> list[Finding]:
         stated += [mode] if (mode := facts.logprobs_mode) else []
     if len(unreachable) == len(settings.urls):
         raise EngineUnreachable(unreachable[0])
-    recorded = await probes.record(stage, probes.draws)
+    recorded = await probes.record(resources, probes.draws)
     checks = [probes.check_logprobs_mode(recorded.columns, settings.logprobs_mode, stated)]
-    if found := problems([*checks, probes.check_routes(recorded, stage)]):
+    if found := problems([*checks, probes.check_routes(recorded, resources)]):
         raise StageError(found[0].sentence)
     try:
-        await probes.record(stage, probes.call_with_tools)
+        await probes.record(resources, probes.call_with_tools)
     except EngineUnreachable:
         raise
     except HeadpondError as error:
@@ -92,8 +92,8 @@ class Examination:
             return
         async with EngineClient.open(reached) as client:
             store, policy = open_store(probes.STORE), self.config.policy
-            stage = RolloutStage(client=client, store=store, settings=policy, dialect=dialect)
-            async for finding in self._recorded(stage):
+            resources = PlayResources(client=client, store=store, settings=policy, dialect=dialect)
+            async for finding in self._recorded(resources):
                 yield finding
 
     async def _server(self, url: str) -> list[Finding]:
@@ -113,39 +113,39 @@ class Examination:
             *check_control(facts, engine),
         ]
 
-    async def _recorded(self, stage: RolloutStage) -> AsyncIterator[Finding]:
+    async def _recorded(self, resources: PlayResources) -> AsyncIterator[Finding]:
         try:
-            drawn = await probes.record(stage, probes.draws)
+            drawn = await probes.record(resources, probes.draws)
         except HeadpondError as error:
             yield wrong("tokens", f"nothing can be recorded: {error}")
             return
         stated = [mode for facts in self.facts if (mode := facts.logprobs_mode)]
         self.routes, self.mode = drawn.routes, probes.logprobs_mode(drawn.columns) or next(iter(stated), None)
         yield ok("tokens", "ids and logprobs of every sampled token are recorded")
-        yield probes.check_logprobs_mode(drawn.columns, stage.client.settings.logprobs_mode, stated)
-        yield probes.check_routes(drawn, stage)
-        async for finding in self._turns(stage):
+        yield probes.check_logprobs_mode(drawn.columns, resources.client.settings.logprobs_mode, stated)
+        yield probes.check_routes(drawn, resources)
+        async for finding in self._turns(resources):
             yield finding
-        yield await self._speed(stage)
+        yield await self._speed(resources)
 
-    async def _turns(self, stage: RolloutStage) -> AsyncIterator[Finding]:
+    async def _turns(self, resources: PlayResources) -> AsyncIterator[Finding]:
         try:
-            recorded = await probes.record(stage, probes.three_turns_with_tools)
+            recorded = await probes.record(resources, probes.three_turns_with_tools)
             yield ok("tools", "requests with tools are answered")
         except HeadpondError as error:
             yield refused_tools(error)
             try:
-                recorded = await probes.record(stage, probes.three_turns)
+                recorded = await probes.record(resources, probes.three_turns)
             except HeadpondError as without:
                 yield wrong("turns", f"a conversation of three turns fails: {without}")
                 return
         yield probes.check_turns(recorded)
 
-    async def _speed(self, stage: RolloutStage) -> Finding:
+    async def _speed(self, resources: PlayResources) -> Finding:
         try:
-            single = [await probes.record(stage, probes.short) for _ in range(LATENCIES)]
+            single = [await probes.record(resources, probes.short) for _ in range(LATENCIES)]
             started = time.monotonic()
-            many = await asyncio.gather(*(probes.record(stage, probes.short) for _ in range(AT_ONCE)))
+            many = await asyncio.gather(*(probes.record(resources, probes.short) for _ in range(AT_ONCE)))
         except HeadpondError as error:
             return wrong("speed", f"{AT_ONCE} requests at once fail: {error}")
         passed = time.monotonic() - started

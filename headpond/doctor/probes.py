@@ -17,7 +17,7 @@ from headpond.environments.protocol import Completion
 from headpond.errors import NothingToTrain, PolicyFailure
 from headpond.event_loop.offload import in_file_thread
 from headpond.ids import GroupId, RolloutId
-from headpond.playing.rollout import Attempt, RolloutStage, play
+from headpond.playing.rollout import Attempt, PlayResources, play
 from headpond.store import open_store
 from headpond.store.columns import Columns, read_columns
 from headpond.store.experts import Experts
@@ -75,19 +75,19 @@ class Script:
         return 0.0
 
 
-async def record(stage: RolloutStage, converse: Converse) -> Recorded:
+async def record(resources: PlayResources, converse: Converse) -> Recorded:
     """Any error of the engine is raised in its own words."""
     # Absent routed experts are a finding of their own, not a response to be asked for again.
-    engine = stage.dialect.settings.model_copy(update={"absent_routes": AbsentRoutes.MASK})
-    dialect = dialect_of(engine, renderer=stage.dialect.renderer)
-    stage = replace(stage, store=open_store(STORE), fields=(), dialect=dialect)
+    engine = resources.dialect.settings.model_copy(update={"absent_routes": AbsentRoutes.MASK})
+    dialect = dialect_of(engine, renderer=resources.dialect.renderer)
+    resources = replace(resources, store=open_store(STORE), fields=(), dialect=dialect)
     environment: Any = Script(converse)
     loaded = LoadedEnvironment(name="doctor", environment=environment, examples=[None])
     rollout = str(RolloutId(str(GroupId(1)), 0))
     execution = f"{time.monotonic_ns():032x}"
     attempt = Attempt(run=RUN, rollout=rollout, attempt=1, execution=execution, seed=0, timeout_s=PROBE_S)
     started = time.monotonic()
-    result = await play(stage, loaded, 0, attempt)
+    result = await play(resources, loaded, 0, attempt)
     seconds = time.monotonic() - started
     if result.policy_error:
         raise PolicyFailure(result.policy_error)
@@ -96,12 +96,12 @@ async def record(stage: RolloutStage, converse: Converse) -> Recorded:
 
     def read() -> Recorded:
         assert result.columns is not None
-        columns = read_columns(stage.store, result.columns)
-        experts = Experts(stage.store, result.experts) if result.experts else None
+        columns = read_columns(resources.store, result.columns)
+        experts = Experts(resources.store, result.experts) if result.experts else None
         routed = int(experts.routed_valid.sum()) if experts else 0
         shape = tuple(experts.rows.shape) if experts else None
         for key in result.keys:
-            stage.store.delete(key)
+            resources.store.delete(key)
         unrouted = len(columns.input_ids) - len(columns.truncated) - routed
         return Recorded(columns=columns, routes=shape, unrouted=unrouted, seconds=seconds)
 
@@ -172,8 +172,8 @@ def check_logprobs_mode(columns: Columns, configured: str, stated: Sequence[str]
     )
 
 
-def check_routes(recorded: Recorded, stage: RolloutStage) -> Finding:
-    engine = stage.client.settings
+def check_routes(recorded: Recorded, resources: PlayResources) -> Finding:
+    engine = resources.client.settings
     if not engine.routed_experts:
         if recorded.routes:
             _, layers, topk = recorded.routes

@@ -70,7 +70,7 @@ class Attempt:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutStage:
+class PlayResources:
     """Resources and settings that the rollouts of a process share."""
 
     client: EngineClient
@@ -86,26 +86,28 @@ class RolloutStage:
     trained: bool = True  # True if a field without a value and a default is an error.
 
 
-async def play(stage: RolloutStage, environment: LoadedEnvironment, example: int, attempt: Attempt) -> RolloutResult:
+async def play(
+    resources: PlayResources, environment: LoadedEnvironment, example: int, attempt: Attempt
+) -> RolloutResult:
     """Play one rollout, through a session server if the environment runs an external agent."""
     play_example = _play_agent if environment.external_agent else _play_here
     try:
         with collected() as spans:
-            return await play_example(stage, environment, example, attempt, spans)
+            return await play_example(resources, environment, example, attempt, spans)
     except BaseException:
-        await run_to_completion(asyncio.create_task(_sweep(stage.store, attempt.key)))
+        await run_to_completion(asyncio.create_task(_sweep(resources.store, attempt.key)))
         raise
 
 
 async def _play_here(
-    stage: RolloutStage, environment: LoadedEnvironment, example: int, attempt: Attempt, spans: Sequence[TimedSpan]
+    resources: PlayResources, environment: LoadedEnvironment, example: int, attempt: Attempt, spans: Sequence[TimedSpan]
 ) -> RolloutResult:
-    async with _recording(stage, attempt) as session:
+    async with _recording(resources, attempt) as session:
         policy = RecordedPolicy(
-            stage.client, session, stage.settings, stage.dialect, seed=attempt.seed, fields=stage.fields
+            resources.client, session, resources.settings, resources.dialect, seed=attempt.seed, fields=resources.fields
         )
         try:
-            result = await _play_and_seal(stage, environment, example, attempt, session, policy, spans)
+            result = await _play_and_seal(resources, environment, example, attempt, session, policy, spans)
         except BaseException as error:
             policy.discarded(error)
             raise
@@ -113,7 +115,7 @@ async def _play_here(
 
 
 async def _play_and_seal(
-    stage: RolloutStage,
+    resources: PlayResources,
     environment: LoadedEnvironment,
     example: int,
     attempt: Attempt,
@@ -124,21 +126,21 @@ async def _play_and_seal(
     """Play one rollout and seal its files. If the policy fails before the first turn, the result
     has no files. It counts in the group's baseline: playing it again would select among
     rollouts."""
-    score, error = await _play_environment(environment, example, policy, stage.settings, attempt.timeout_s)
+    score, error = await _play_environment(environment, example, policy, resources.settings, attempt.timeout_s)
     assert score is not None, "only an external agent's score can be posted"
     if error and not session.turns:
         await session.close()
         return RolloutResult(reward=score.reward, policy_error=shortened(error, POLICY_ERROR_CHARACTERS))
-    required = error is None and stage.trained
+    required = error is None and resources.trained
     fields = FieldValues(
-        declared=stage.fields,
+        declared=resources.fields,
         score=score.columns,
         turns=policy.turn_fields,
         required=required,
         turn_rewards=score.turn_rewards,
     )
     with error_boundary(StageError, f"environment {environment.name!r} left its rollout unfinished"):
-        version_after = stage.client.replicas.after
+        version_after = resources.client.replicas.after
         sealed = await session.seal(error=error or "", fields=fields, version_after=version_after, spans=spans)
     metrics = {
         "engine_s": policy.engine_s,
@@ -149,12 +151,14 @@ async def _play_and_seal(
 
 
 async def _play_agent(
-    stage: RolloutStage, environment: LoadedEnvironment, example: int, attempt: Attempt, spans: Sequence[TimedSpan]
+    resources: PlayResources, environment: LoadedEnvironment, example: int, attempt: Attempt, spans: Sequence[TimedSpan]
 ) -> RolloutResult:
     """Play one rollout with an external agent. An agent that sent no request has a result
     without files, whatever its score."""
-    assert stage.sessions is not None, "checked when the environments were loaded"
-    sampling = stage.settings.sampling.model_dump(exclude={"more"}, exclude_none=True) | stage.settings.sampling.more
+    assert resources.sessions is not None, "checked when the environments were loaded"
+    sampling = (
+        resources.settings.sampling.model_dump(exclude={"more"}, exclude_none=True) | resources.settings.sampling.more
+    )
     request = {
         "run": attempt.run,
         "rollout": attempt.rollout,
@@ -166,21 +170,21 @@ async def _play_agent(
         "abandoned_versions": attempt.orders.abandoned,
         "sequence": attempt.orders.sequence,
     }
-    async with stage.sessions.session(request) as session:
+    async with resources.sessions.session(request) as session:
         policy = AgentPolicy(
             base_url=session.base_url,
             api_key=session.secret,
-            model=stage.client.settings.model,
+            model=resources.client.settings.model,
             control_key=session.control_secret,
         )
-        score, error = await _play_environment(environment, example, policy, stage.settings, attempt.timeout_s)
+        score, error = await _play_environment(environment, example, policy, resources.settings, attempt.timeout_s)
         if score and score.columns:
             raise StageError(f"environment {environment.name!r}: Score.columns is not supported with an external agent")
         try:
             sealed, posted = await session.seal(error or "", score.turn_rewards if score else None, spans)
         except NothingToTrain as nothing:
             policy_error = shortened(error or str(nothing), POLICY_ERROR_CHARACTERS)
-            reward = score.reward if score else stage.settings.policy_error_reward
+            reward = score.reward if score else resources.settings.policy_error_reward
             return RolloutResult(reward=reward, policy_error=policy_error)
         with error_boundary(StageError, f"environment {environment.name!r} has no score at example {example}"):
             score = completed(score, posted)
@@ -211,23 +215,23 @@ async def score_group(
     return await in_own_task(StageError, label, score)
 
 
-def _recording(stage: RolloutStage, attempt: Attempt) -> contextlib.AbstractAsyncContextManager[Session]:
+def _recording(resources: PlayResources, attempt: Attempt) -> contextlib.AbstractAsyncContextManager[Session]:
     """Open a session for one rollout, and close it if the rollout fails."""
-    engine = stage.client.settings
+    engine = resources.client.settings
     settings = SessionSettings(
         session=attempt.execution,
         key=attempt.key,
         rollout=attempt.rollout,
         attempt=attempt.attempt,
-        mode=Mode.LINEAR if stage.dialect.renderer else Mode.OPEN,
-        echo=Echo(stage.recording.echo),
-        concurrency=stage.recording.concurrency,
-        queue=stage.recording.when_busy == "queue",
-        max_seq_len=stage.settings.max_seq_len,
-        max_samples=stage.settings.max_samples,
+        mode=Mode.LINEAR if resources.dialect.renderer else Mode.OPEN,
+        echo=Echo(resources.recording.echo),
+        concurrency=resources.recording.concurrency,
+        queue=resources.recording.when_busy == "queue",
+        max_seq_len=resources.settings.max_seq_len,
+        max_samples=resources.settings.max_samples,
         logprobs_mode=engine.logprobs_mode,
     )
-    return opening(Session.start(stage.store, settings, route_format=engine.route_format), _close)
+    return opening(Session.start(resources.store, settings, route_format=engine.route_format), _close)
 
 
 async def _close(session: Session) -> None:

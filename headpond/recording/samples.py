@@ -122,10 +122,10 @@ class Samples:
     def place(
         self, turn: Turn, metadata: TurnMetadata, *, arrival: int, read_with: Mapping[int, OpenSample]
     ) -> tuple[TurnDelta, list[Rows]]:
-        """The turn's additions, and the rows of its chunks. No side effects.
+        """Return what the turn adds, and the rows of its chunks. No side effects.
 
-        The turn was read with the open samples `read_with`. Here it is compared with all turns of
-        earlier requests that were committed since.
+        `read_with`: the open samples when its request left. A turn that was committed since may be
+        a better match.
         """
         base = self._base(turn, arrival, read_with)
         prefix_tokens = self.turns[base].end if base != NO_TURN else 0

@@ -38,7 +38,7 @@ async def play_in(
     from headpond.playing.rollout import Attempt
     from headpond.playing.rollout import play as play_rollout
 
-    stage = player.stage_of(message.environment)
+    resources = player.resources_of(message.environment)
     orders = Orders(
         run=message.run,
         sequence=message.sequence,
@@ -46,7 +46,7 @@ async def play_in(
         least_version=message.least_version,
         abandoned=message.abandoned_versions,
     )
-    stage.client.replicas.follow(orders)
+    resources.client.replicas.follow(orders)
     attempt = Attempt(
         run=message.run,
         rollout=message.job,
@@ -56,7 +56,7 @@ async def play_in(
         timeout_s=message.timeout_s,
         orders=orders,
     )
-    return await play_rollout(stage, environment, message.example, attempt)
+    return await play_rollout(resources, environment, message.example, attempt)
 
 
 STAGE = Stage(

@@ -30,7 +30,7 @@ from headpond.environments.agent_program import NICENESS
 from headpond.environments.builtin.arithmetic_program import AGENT
 from headpond.errors import EngineUnreachable, StageError
 from headpond.playing.agent_sessions import SessionServers
-from headpond.playing.rollout import RolloutStage, play
+from headpond.playing.rollout import PlayResources, play
 from headpond.store.columns import read_columns
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -85,12 +85,12 @@ def server(script: Script, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @asynccontextmanager
-async def stage_with(server: SessionsProcess, *more_urls: str) -> AsyncIterator[RolloutStage]:
+async def stage_with(server: SessionsProcess, *more_urls: str) -> AsyncIterator[PlayResources]:
     engine = Engine()
     async with EngineClient.open(engine) as client, SessionServers.open(
         Sessions(urls=(*more_urls, server.url), create_key=SecretStr(KEY))
     ) as sessions:  # fmt: skip
-        yield RolloutStage(
+        yield PlayResources(
             client=client,
             store=directory_store(server.store),
             settings=Policy(),

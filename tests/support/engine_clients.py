@@ -12,7 +12,7 @@ from headpond.engines.http.client import EngineClient
 from headpond.environments.loading import LoadedEnvironment
 from headpond.event_loop.factory import event_loop_factory
 from headpond.fields import TrainerField
-from headpond.playing.rollout import Attempt, RolloutStage
+from headpond.playing.rollout import Attempt, PlayResources
 from headpond.renderers import PooledRenderer
 from support.stores import directory_store
 
@@ -35,12 +35,12 @@ def assert_idle(client: EngineClient) -> None:
 @contextlib.asynccontextmanager
 async def stage_of(
     root: Path, *urls: str, policy: Policy | None = None, fields: tuple[TrainerField, ...] = (), **engine: Any
-) -> AsyncIterator[RolloutStage]:
+) -> AsyncIterator[PlayResources]:
     async with EngineClient.open(quick_engine(*urls, **engine)) as client:
         settings = policy or Policy()
         renderer = settings.renderer and PooledRenderer.of(settings.renderer, client.settings.model)
         dialect = dialect_of(client.settings, renderer=renderer)
-        yield RolloutStage(
+        yield PlayResources(
             client=client, store=directory_store(root), settings=settings, dialect=dialect, fields=fields
         )
         assert_idle(client)

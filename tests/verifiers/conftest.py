@@ -19,7 +19,7 @@ from headpond.engines.http.client import EngineClient
 from headpond.environments.verifiers import Verifiers
 from headpond.event_loop.factory import event_loop_factory
 from headpond.playing.agent_sessions import SessionServers
-from headpond.playing.rollout import RolloutStage, play
+from headpond.playing.rollout import PlayResources, play
 from headpond.records.rollout import RolloutResult
 
 T = TypeVar("T")
@@ -68,7 +68,7 @@ def tricks(on_loop: Any, marks: Path) -> Iterator[Verifiers]:
         on_loop(environment.close())
 
 
-Stages = Callable[[], AbstractAsyncContextManager[RolloutStage]]
+Stages = Callable[[], AbstractAsyncContextManager[PlayResources]]
 
 
 @pytest.fixture(scope="module")
@@ -76,10 +76,10 @@ def stages(server: SessionsProcess) -> Stages:
     """A new stage for each run of the loop."""
 
     @asynccontextmanager
-    async def stage() -> AsyncIterator[RolloutStage]:
+    async def stage() -> AsyncIterator[PlayResources]:
         engine, sessions_settings = Engine(model="the-policy"), Sessions(urls=(server.url,))
         async with EngineClient.open(engine) as client, SessionServers.open(sessions_settings) as sessions:
-            yield RolloutStage(
+            yield PlayResources(
                 client=client,
                 store=directory_store(server.store),
                 settings=Policy(),

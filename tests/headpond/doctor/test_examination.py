@@ -17,7 +17,7 @@ from headpond.doctor.findings import Finding, Level
 from headpond.engines.dialects import dialect_of
 from headpond.engines.http.client import EngineClient
 from headpond.errors import EngineUnreachable, InfrastructureFailure, StageError
-from headpond.playing.rollout import RolloutStage
+from headpond.playing.rollout import PlayResources
 from headpond.store import open_store
 
 NO_PARSER = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
@@ -103,9 +103,9 @@ def examined(
     return findings, examination
 
 
-def stage_of(client: EngineClient) -> RolloutStage:
+def stage_of(client: EngineClient) -> PlayResources:
     store = open_store("memory://quick")
-    return RolloutStage(client=client, store=store, settings=Policy(), dialect=dialect_of(client.settings))
+    return PlayResources(client=client, store=store, settings=Policy(), dialect=dialect_of(client.settings))
 
 
 def noted_at_a_start(respond: Respond, **settings: Any) -> list[Finding]:
@@ -261,7 +261,7 @@ def test_a_router_is_noted_before_versions_differ() -> None:
 def test_an_unreachable_engine_is_not_a_wrong_setting_of_a_start() -> None:
     async def main() -> None:
         async with EngineClient.open(quick_engine("http://127.0.0.1:1")) as client:
-            stage = RolloutStage(
+            stage = PlayResources(
                 client=client,
                 store=open_store("memory://quick"),
                 settings=Policy(),

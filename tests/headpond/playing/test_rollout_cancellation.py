@@ -27,7 +27,7 @@ from headpond.engines.http.client import EngineClient
 from headpond.environments import AgentPolicy, Completion, Tools, graded, run_program, tool
 from headpond.event_loop.offload import in_file_thread
 from headpond.playing.agent_sessions import SessionServers
-from headpond.playing.rollout import RolloutStage, play, score_group
+from headpond.playing.rollout import PlayResources, play, score_group
 from headpond.recording import Session
 
 
@@ -148,10 +148,10 @@ def server(script: Script, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @asynccontextmanager
-async def stage_with(server: SessionsProcess, script: Script) -> AsyncIterator[RolloutStage]:
+async def stage_with(server: SessionsProcess, script: Script) -> AsyncIterator[PlayResources]:
     engine = Engine(urls=(script.server.url,))
     async with EngineClient.open(engine) as client, SessionServers.open(Sessions(urls=(server.url,))) as sessions:
-        yield RolloutStage(
+        yield PlayResources(
             client=client,
             store=directory_store(server.store),
             settings=Policy(),
