@@ -1,5 +1,6 @@
 """Filter: the verdicts of the token filters on a group's rollouts."""
 
+import sys
 from collections import Counter
 
 from headpond.ledger.states import RolloutState
@@ -16,7 +17,7 @@ class Filter(GroupStage[filtering.FilterResult]):
         environment = self._ledger.state.environments[group.environment]
         rewards = [rollout.result.reward for rollout in group.rollouts if rollout.result]
         environment.played += len(rewards)
-        environment.played_reward += sum(rewards)
+        environment.played_reward = _finite(environment.played_reward + sum(rewards))
         environment.solved |= {group.solved: environment.solved.get(group.solved, 0) + 1}
         super().enter(group)
 
@@ -28,3 +29,8 @@ class Filter(GroupStage[filtering.FilterResult]):
             elif rollout.id in result.masked:
                 self._ledger.mask(rollout)
         return None if group.of(RolloutState.GENERATED) else "filtered"
+
+
+def _finite(number: float) -> float:
+    """The nearest number that JSON has: rewards may have any size, and the ledger would read their sum as None."""
+    return max(-sys.float_info.max, min(number, sys.float_info.max))
