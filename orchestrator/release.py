@@ -53,10 +53,12 @@ class Releaser:
         return [f"the store keeps {held / 1e9:.1f} GB of delivered steps: {because}"]
 
     async def run_once(self) -> None:
-        """Call after a commit: a blob is deleted only when the ledger no longer names it."""
+        """A blob is deleted when a commit has everything that made it unwanted: after a kill before that, the ledger
+        would still name it."""
         async with self._lock:
             unwanted, self._ledger.unwanted_blobs = self._ledger.unwanted_blobs, []
             if unwanted:
+                await self._ledger.committed()
                 await in_io_thread(delete, self._store, unwanted)
             with self.releasing:
                 for counter, first_kept in releasable(self._settings, self._trainer.state).items():

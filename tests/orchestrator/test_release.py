@@ -74,6 +74,28 @@ def test_the_files_of_other_attempts_are_swept_when_a_rollout_is_settled(
     assert swept(config, ledger) == 0
 
 
+def test_a_file_is_deleted_after_the_commit_that_made_it_unwanted(
+    config: RunConfig, ledger: Ledger, store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another task may drop a rollout between a commit and the deletion: a kill would leave a rollout without files."""
+    rollout, states = submitted(ledger).rollouts[0], list[str]()
+
+    def delete(store: FileStore, keys: Collection[str]) -> None:
+        with schema.reading(config.ledger_path) as connection:
+            states.extend(row[0] for row in connection.execute("SELECT state FROM rollouts WHERE idx = 0"))
+
+    async def drop_and_release() -> None:
+        ledger.end(ledger.jobs[rollout.id], JobState.SETTLED)
+        ledger.generated(rollout, RolloutResult(reward=0.0, columns=put(store, rollout, "1.aa")))
+        await ledger.committed()
+        ledger.drop(rollout, "stale")
+        await Releaser(config, ledger, Trainer(config, ledger)).run_once()
+
+    monkeypatch.setattr(release, "delete", delete)
+    asyncio.run(drop_and_release())
+    assert states == ["filtered"]
+
+
 def test_the_files_of_an_evaluation_are_deleted_with_its_scores_and_swept_after_a_kill(
     config: RunConfig, ledger: Ledger, store: FileStore
 ) -> None:
