@@ -45,7 +45,8 @@ class RetryRequests:
         for path in sorted(paths - self._done):
             try:
                 content: Any = orjson.loads(path.read_bytes())
-                requests.append((path, {"examples": dict(content["examples"]), "until": int(content["until"])}))
+                examples = {name: list(some) for name, some in dict(content["examples"]).items()}
+                requests.append((path, {"examples": examples, "until": int(content["until"])}))
             except (PermissionError, ValueError, KeyError, TypeError) as error:
                 logger.error("action=retry_unreadable path=%s error=%r", path, error)
                 self._done.add(path)

@@ -48,7 +48,16 @@ def test_a_request_whose_file_cannot_be_deleted_is_taken_once(
     assert not again
 
 
-@pytest.mark.parametrize("content", [[], {"until": 1}, {"until": "x", "examples": {}}, {"until": 1, "examples": 3}])
+@pytest.mark.parametrize(
+    "content",
+    [
+        [],
+        {"until": 1},
+        {"until": "x", "examples": {}},
+        {"until": 1, "examples": 3},
+        {"until": 1, "examples": {"noop": 3}},
+    ],
+)
 def test_a_request_that_cannot_be_read_is_logged_once_and_stays(
     ledger: Ledger, tmp_path: Path, caplog: pytest.LogCaptureFixture, content: object
 ) -> None:
