@@ -55,7 +55,7 @@ class Evaluations:
         return {name for name, row in self._ledger.state.evaluated.items() if row.examples}
 
     def _groups(self, name: str) -> list[GroupRecord]:
-        return [group for group in self._ledger.groups.values() if group.environment == name and group.is_evaluation]
+        return [group for group in self._ledger.evaluation_groups.values() if group.environment == name]
 
     def plan(self, *, ending: bool = False) -> bool:
         """Begin the evaluations that are due, unless the run is `ending`, and groups of the open ones. True when more
@@ -149,8 +149,8 @@ class Evaluations:
             return {}
         counts = {name: self._ledger.evaluation_rollouts[name] for name in ("planned", *ENDS)}
         in_flight = Counter[str]()
-        for group in self._ledger.groups.values():
-            if group.is_evaluation and group.state != GroupState.EVALUATED:
+        for group in self._ledger.evaluation_groups.values():
+            if group.state != GroupState.EVALUATED:
                 in_flight[group.environment] += len(group.of(*IN_FLIGHT))
         return {
             "rollouts": {

@@ -55,6 +55,8 @@ class Ledger(Records):
         super().__init__(**vars(restore.read(path)))
         self._writer = Writer(path, keep_events_steps=keep_events_steps, troubles=troubles)
         self._groups_in = defaultdict[str, dict[str, GroupRecord]](dict)
+        # open groups of evaluations: few among those of training
+        self.evaluation_groups = {id: group for id, group in self.groups.items() if group.is_evaluation}
         self.unfinished = Counter[str]()  # environment -> groups that a stage works on
         # (environment, unit) -> what the admitted groups hold, in groups, rollouts and
         # completion tokens
@@ -95,6 +97,7 @@ class Ledger(Records):
         )
         group.rollouts = [RolloutRecord(group=group.id, index=index) for index in range(size)]
         if group.is_evaluation:
+            self.evaluation_groups[group.id] = group
             self.evaluation_rollouts["planned"] += size
         else:
             self.state.rollouts_planned += size
@@ -208,6 +211,7 @@ class Ledger(Records):
             group.state = state
             if state == GroupState.CLOSED:
                 self.groups.pop(group.id)
+                self.evaluation_groups.pop(group.id, None)
             else:
                 entered[group.id] = group
             self._touch("groups", group)

@@ -168,6 +168,20 @@ def test_a_large_evaluation_begins_in_small_pieces(ledger: Ledger) -> None:
     assert len(scene.jobs()) == 40
 
 
+def test_its_status_looks_at_no_group_of_training(scene: Scene) -> None:
+    """It is made every second, with 20,000 open groups."""
+    scene.plan()
+    for job in scene.jobs()[:2]:
+        scene.reply(job)
+    before, groups = scene.evaluations.status(), scene.ledger.groups
+    scene.ledger.groups = {}
+    assert scene.evaluations.status() == before
+    assert scene.counts["in_flight"] == 4
+    scene.ledger.groups = groups
+    scene.finish()
+    assert not scene.ledger.evaluation_groups
+
+
 def test_no_count_of_training_includes_an_evaluation(scene: Scene) -> None:
     """A rollout dies, one is scored, and the others are cancelled while they are played."""
     ledger = scene.ledger
