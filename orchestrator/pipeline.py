@@ -12,6 +12,7 @@ from collections import Counter
 from typing import Any
 
 from headpond.config import RunConfig
+from headpond.errors import RunError
 from headpond.ledger.states import GroupState, RolloutState
 from headpond.orchestrator.duties.housekeeping import Troubles
 from headpond.orchestrator.endings.causes import Causes, masking
@@ -74,6 +75,11 @@ class Pipeline:
         stages = (self.survey, self.draw, *self.of_group, self.batch_phase, self.encode)
         # name in the ledger -> stage
         self.stages: dict[str, RunStage[Any]] = {stage.name: stage for stage in stages}
+        if unknown := sorted({job.stage for job in ledger.jobs.values()} - self.stages.keys()):
+            raise RunError(
+                f"the ledger has open jobs of the stage {unknown[0]}, which this version does not have: resume the run "
+                "with the version that has it"
+            )
 
     def stage_of(self, job: JobRecord) -> RunStage[Any]:
         return self.stages[job.stage]

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from support.ledgers import configured, generated, pipeline_of, replies_of, reply_to
 
+from headpond.errors import RunError
 from headpond.ledger.states import GroupState
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.rows import GroupRecord
@@ -46,6 +47,14 @@ def settle(pipeline: Pipeline, ledger: Ledger, group: GroupRecord, result: Resul
     job = ledger.jobs[f"{group.id}-{group.state}"]
     ledger.submit(job)
     replies_of(configured(), ledger, pipeline).apply(reply_to(job.id, result=result))
+
+
+def test_a_run_with_jobs_of_an_unknown_stage_is_refused(pipeline: Pipeline, ledger: Ledger) -> None:
+    group = generated(ledger)
+    ledger.enter(group, "check")
+    ledger.add_job(f"{group.id}-check", "check", group.id)
+    with pytest.raises(RunError, match="stage check"):
+        pipeline_of(configured(), ledger)
 
 
 def test_a_group_is_scored_only_if_its_environment_scores_groups(ledger: Ledger) -> None:

@@ -102,11 +102,11 @@ def play(agent: RealAgent, server: SessionsProcess, directory: Path, task: str =
     metrics = response.json["metrics"]
     columns = read_columns(directory_store(server.store), BlobRef(**response.json["columns"]))
     return Recorded(
-        turns=metrics["turns"],
-        samples=metrics["samples"],
-        breaks=metrics["breaks"],
-        wasted_tokens=metrics["wasted_tokens"],
-        repaired_echoes=metrics["repaired_echoes"],
+        turns=int(metrics["turns"]),
+        samples=int(metrics["samples"]),
+        breaks=int(metrics["breaks"]),
+        wasted_tokens=int(metrics["wasted_tokens"]),
+        repaired_echoes=int(metrics["repaired_echoes"]),
         trained=int((columns.loss_mask != 0).sum()),
         seconds=seconds,
         output=output,
