@@ -1,4 +1,5 @@
-"""The components of a run, in the order in which they need one another. They do not import the orchestrator."""
+"""The components of a run, in the order in which they need one another. No component imports `loop.py`; the
+reporter reads them all."""
 
 import asyncio
 from collections.abc import Sequence

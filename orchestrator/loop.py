@@ -104,6 +104,7 @@ class Orchestrator(Components):
                 self.metrics.composed()
                 await self.ledger.committed()
                 crash_points.passed("composed")
+            # Nothing to take unless the estimator has a batch phase.
             await self.pipeline.batch_phase.take_result(self.replies.job_failed)
             await self.submitter.submit_waiting()
             encoded = self.composer.encoded(visible=self.sealer.visible)
@@ -153,6 +154,7 @@ class Orchestrator(Components):
     async def read_replies(self) -> None:
         sent_before = await self.stream.newest()
         while True:
+            # Deaths that were replied before this start do not count: their cause may be repaired.
             self.pipeline.causes.catch_up(self.stream.behind(sent_before))
             entries = await self.stream.read()
             if not entries:

@@ -145,7 +145,7 @@ class Pipeline:
         ledger.state.dropped_in_a_row = 0
         ledger.state.groups_admitted += 1
         environment.groups_admitted += 1
-        self._explain(group)
+        self._count_admitted(group)
 
     def _evaluate(self, group: GroupRecord) -> None:
         self.evaluations.scored(group)
@@ -156,7 +156,7 @@ class Pipeline:
         self.draw.group_ended(group, dropped)
         self._ledger.unwanted_blobs.append(inputs.key(self._run, group.id))
 
-    def _explain(self, group: GroupRecord) -> None:
+    def _count_admitted(self, group: GroupRecord) -> None:
         """Count what the group adds to the loss."""
         rollouts = group.of(RolloutState.ADMITTED)
         masked = sum(rollout.masked for rollout in rollouts)

@@ -1,4 +1,4 @@
-"""Applies replies: fence, release, decline, gate, failure, loss; a result goes to its stage.
+"""Applies replies. A result goes to its stage, a late reply is fenced. Every other outcome retries or kills the job.
 
 Every method is one ledger transaction: the effects of a reply and the jobs that follow are committed together.
 """
@@ -70,7 +70,7 @@ class Replies:
                 pass
 
     def job_failed(self, job: JobRecord, error: str, *, node: str | None = None) -> None:
-        """Count the failure only if no other worker is left to try."""
+        """Retry the job. The failure counts when no other worker is left to try."""
         counts = self._attendance.blames_job(job, node)
         self._ledger.event(job.id, "failed", f"attempt {job.attempt}{f' on {node}' if node else ''}: {error}")
         self._ledger.retry(job, error=error, failures=int(counts))

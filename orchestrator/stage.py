@@ -42,7 +42,7 @@ class Parts:
 
 
 class RunStage(Generic[R]):
-    """One instance a run. Each method that changes the ledger is part of one transaction with what follows."""
+    """One instance a run. A method's changes and the next job are one transaction."""
 
     stage: ClassVar[Stage[Any, Any]]
 

@@ -73,7 +73,7 @@ class Submitter:
                 logger.warning("action=leftovers_removed queue=%s messages=%d", queue, len(others))
 
     async def submit_waiting(self) -> None:
-        """Submit every job that waits and is due. Stages before rollouts: groups are finished before others begin."""
+        """Submit every job that waits and is due. Play comes last: begun groups are finished first."""
         now, due = time.monotonic(), defaultdict[str, list[JobRecord]](list)
         async for some in in_slices(list(self._ledger.waiting.values()), LOOKED_AT_AT_ONCE):
             for job in some:

@@ -47,7 +47,7 @@ class Planner:
     def plan(self) -> bool:
         """Begin groups, including those that replace dropped ones. True when more could begin at once.
 
-        At most as many rollouts as are submitted at once, so that each is written to the ledger once, as submitted.
+        Plan at most one submission's worth: each rollout is then written to the ledger once, as submitted.
         """
         self._stop_if_everything_is_dropped()
         self._pipeline.draw.begin(self.groups_per_step)
