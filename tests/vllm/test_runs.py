@@ -173,6 +173,6 @@ def restart(cluster: Cluster, server: VllmServer, *, after_tokens: float) -> Non
     """In the middle of the next step's rollouts: when it has sampled more than `after_tokens` since it started."""
     wait_until(lambda: server.metric(TOKENS) > after_tokens, what="rollouts of the next step")
     server.end()
-    wait_until(lambda: cluster.status().get("waiting_for"), what="the run to wait for the server")
+    wait_until(lambda: cluster.status().waiting_for, what="the run to wait for the server")
     server.start()
     server.wait_ready()
