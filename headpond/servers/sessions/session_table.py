@@ -292,9 +292,10 @@ class SessionTable:
             try:
                 await in_io_thread(self._directory.discard, id)
             except (BlobError, OSError):
-                self._undeleted.move_to_end(id)
+                if id in self._undeleted:  # meanwhile MAX_UNDELETED may have been exceeded
+                    self._undeleted.move_to_end(id)
             else:
-                self._undeleted.pop(id)
+                self._undeleted.pop(id, None)
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

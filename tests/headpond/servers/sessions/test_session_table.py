@@ -12,6 +12,7 @@ from support.waiting import HANG_S
 
 from headpond.config import RunConfig
 from headpond.errors import NotFound
+from headpond.servers.sessions import session_table
 from headpond.servers.sessions.requests import NewSession, SealRequest
 from headpond.servers.sessions.session_directory import SessionDirectory
 from headpond.servers.sessions.session_table import SessionTable, opened
@@ -50,5 +51,40 @@ def test_a_score_that_was_accepted_is_sealed(tmp_path: Path, monkeypatch: pytest
         with pytest.raises(NotFound):
             await table.post_score(entry, b'{"reward": 1.0}')
         await table.finish()
+
+    asyncio.run(main())
+
+
+def test_files_that_are_forgotten_while_they_are_removed_again_end_no_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a disk that removes nothing."""
+    directory, tries = SessionDirectory(directory_store(tmp_path), "test"), list[str]()
+    trying, may_fail = threading.Event(), threading.Event()
+
+    def discard(session: str) -> None:
+        tries.append(session)
+        if tries.count(session) > 1:  # again
+            trying.set()
+            assert may_fail.wait(HANG_S)
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(directory, "discard", discard)
+    monkeypatch.setattr(session_table, "MAX_UNDELETED", 1)
+    monkeypatch.setattr(session_table, "CHECK_S", 0.01)
+
+    async def main() -> None:
+        directory.lock()
+        table = SessionTable(directory, RunConfig(store=f"file://{tmp_path}"), [])
+        first, second = [(await table.create(NewSession()))[0] for _ in range(2)]
+        await table.delete(first)
+        watching = asyncio.create_task(table.watch())
+        await asyncio.to_thread(trying.wait, HANG_S)
+        await table.delete(second)
+        may_fail.set()
+        while tries.count(second.id) < 2:
+            assert not watching.done(), watching.exception()
+            await asyncio.sleep(0.01)
+        watching.cancel()
 
     asyncio.run(main())
