@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator
+from pydantic import Field, FiniteFloat, SerializeAsAny, ValidationInfo, field_validator
 
 from headpond.broker.queues import Queue
 from headpond.config import RunConfig
@@ -136,7 +136,7 @@ class Reply(WireModel):
     outcome: Outcome
     result: SerializeAsAny[Result] | None = None
     error: Annotated[str, Field(max_length=ERROR_CHARACTERS)] | None = None
-    duration_s: float = 0.0
+    duration_s: Annotated[FiniteFloat, Field(ge=0)] = 0.0
     replica_uses: ReplicaUses = {}  # of a rollout, whatever its outcome
 
     @field_validator("result", mode="before")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import redis
 from celery.exceptions import Terminated
+from pydantic import ValidationError
 from support.engine_clients import run
 from support.waiting import HANG_S, wait_until
 
@@ -281,3 +282,15 @@ def test_a_rollout_that_is_stored_too_slowly_is_no_failure_of_the_policy(
     reply = only_reply(client)
     assert (reply.outcome, reply.result) == (Outcome.UNWRITTEN, None)
     assert "not stored within" in (reply.error or "")
+
+
+@pytest.mark.parametrize("duration_s", ["NaN", "Infinity", "-1"])
+def test_a_reply_whose_duration_is_no_duration_is_refused(duration_s: str) -> None:
+    """The ledger sums durations: NaN would stay in it."""
+    reply = Reply(
+        stage="filter", run="r", job="g0000001-filter", attempt=1, execution="x", worker="w", node="n", settings="s",
+        outcome=Outcome.DONE,
+    )  # fmt: skip
+    text = reply.model_dump_json().replace('"duration_s":0.0', f'"duration_s":{duration_s}')
+    with pytest.raises(ValidationError, match="duration_s"):
+        Reply.model_validate_json(text)
