@@ -211,7 +211,7 @@ class Reconciler:
             stage = self._pipeline.stage_of(job)
             cancelled = stage.seen_running(job, observed.version)
             if not cancelled and observed.running_s > stage.timeout_s + GRACE_S + self._config.recovery.lease_s:
-                self._pipeline.play.unneeded.append(job.task_id(self._run))
+                self._pipeline.play.revoke(job)
                 self._replies.job_lost(
                     job, f"still running {observed.running_s:.0f} s after its start, over its time-out"
                 )

@@ -2,6 +2,7 @@
 
 import json
 import sqlite3
+from collections import Counter
 from contextlib import closing
 from pathlib import Path
 
@@ -91,8 +92,9 @@ def _finish(connection: sqlite3.Connection, groups: int, group_size: int, untrai
     connection.executemany(STATEMENTS["state"], state.take_changes()[0])
     connection.execute(HISTORIES, (_history(group_size), KEPT_STEPS))
     connection.execute(EVENTS.format(first=1, last=min(KEPT_EVENTS, groups)))
-    for kind, counts in zip(("state", "reason"), queries.counted(connection), strict=False):
-        connection.executemany(STATEMENTS["counts"], [(kind, name, number) for name, number in counts.items()])
+    for kind, counts in zip(("states", "reasons"), queries.counted(connection), strict=False):
+        state.rollout_counts[kind].by_name = Counter[str](counts)
+    connection.executemany(STATEMENTS["state"], state.take_changes()[0])
     connection.execute("COMMIT")
 
 

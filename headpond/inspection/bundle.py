@@ -39,9 +39,8 @@ NAMED = r"\w*(?:api_?key|secret|password|passwd|access_?token|auth_?token|creden
 ASSIGNED = re.compile(rf"(?i)\b({NAMED})(['\"]?\s*[=:]\s*['\"]?)([^\s'\",}}]{{4,}})")
 BEARER = re.compile(r"(?i)(bearer\s+)[\w.~+/=-]{6,}")
 LEDGER = {
-    "state": "SELECT kind, name, number, content FROM state WHERE length(content) < 4096 "
-    "AND kind NOT IN ('samplers', 'ended_groups', 'last_step')",
-    "counts": "SELECT kind, name, number FROM counts",
+    "state": "SELECT kind, name, number, content FROM state WHERE "
+    "(length(content) < 4096 OR kind = 'dead_jobs') AND kind NOT IN ('samplers', 'ended_groups', 'last_step')",
     "groups": "SELECT id, environment, example, state FROM groups ORDER BY ordinal LIMIT :rows",
     "rollouts": "SELECT grp || '-' || idx AS rollout, state, reason, step, attempt, error FROM rollouts LIMIT :rows",
     "jobs": "SELECT id, kind, subject, attempt, sequence, state, failures, losses, error FROM jobs LIMIT :rows",

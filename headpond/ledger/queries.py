@@ -4,7 +4,7 @@ Every function takes an open connection (`schema.reading`) and changes nothing.
 """
 
 import sqlite3
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from heapq import merge
@@ -22,7 +22,6 @@ Row = tuple[Any, ...]
 
 ROLLOUT = "rollouts.grp || '-' || rollouts.idx"  # SQL for the id of a rollout in the hot tables
 DELIVERED = "rollouts.state IN ('delivered', 'trained')"
-DIED = "died:"  # before the kind of a dead job, in `counts`
 DEATHS_SHOWN = 3  # most frequent causes of death in a status
 # problem -> query for the ids that have it. Every rollout has a group; every open one has a job
 # that will move it.
@@ -72,7 +71,7 @@ def snapshot(connection: sqlite3.Connection) -> Iterator[None]:
 # counts: what status, audit and the reporter show
 
 
-def balance(planned: int, states: Counter[RolloutState], reasons: Counter[str], fenced: int) -> dict[str, Any]:
+def balance(planned: int, states: Counter[Any], reasons: Counter[str], fenced: int) -> dict[str, Any]:
     """`planned = delivered + filtered + in_flight + dead`, where delivered includes trained."""
     delivered = states[RolloutState.DELIVERED] + states[RolloutState.TRAINED]
     in_flight = sum(states[state] for state in IN_FLIGHT)
@@ -109,13 +108,6 @@ def whole_state(connection: sqlite3.Connection) -> RunState:
     return RunState.of_rows(connection.execute("SELECT * FROM state ORDER BY rowid"))
 
 
-def deaths(connection: sqlite3.Connection) -> Counter[tuple[str, str]]:
-    """Dead jobs by kind and error."""
-    query = "SELECT kind, name, number FROM counts WHERE kind > ? AND kind < ? ORDER BY number DESC"
-    rows = connection.execute(query, (DIED, f"{DIED}~")).fetchall()
-    return Counter({(kind.removeprefix(DIED), error): number for kind, error, number in rows})
-
-
 class Counted(NamedTuple):
     """Rollouts of training by state, the filtered ones by reason, and those of evaluations: all, and ended ones."""
 
@@ -126,11 +118,9 @@ class Counted(NamedTuple):
 
 def kept_counts(connection: sqlite3.Connection) -> Counted:
     """As the ledger counts them; `counted` looks at the rows."""
-    kinds: dict[str, Counter[str]] = defaultdict(Counter)
-    for kind, name, number in connection.execute("SELECT * FROM counts WHERE number != 0").fetchall():
-        kinds[kind][name] = number
-    states = Counter({RolloutState(name): number for name, number in kinds["state"].items()})
-    return Counted(states, kinds["reason"], kinds["evaluation"])
+    counts = run_state(connection, "rollout_counts").rollout_counts
+    states = Counter({RolloutState(name): number for name, number in counts["states"].by_name.items()})
+    return Counted(states, counts["reasons"].by_name, counts["evaluation"].by_name)
 
 
 def counted(connection: sqlite3.Connection) -> Counted:
@@ -180,8 +170,9 @@ def released_steps(connection: sqlite3.Connection) -> dict[str, int]:
 
 def dead_jobs(connection: sqlite3.Connection, *, limit: int) -> list[dict[str, Any]]:
     """Why jobs died, the most frequent cause first."""
-    most = deaths(connection).most_common(limit)
-    return [{"kind": kind, "error": error or None, "jobs": jobs} for (kind, error), jobs in most]
+    dead = run_state(connection, "dead_jobs").dead_jobs
+    deaths = Counter({(kind, error): jobs for kind, row in dead.items() for error, jobs in row.by_name.items()})
+    return [{"kind": kind, "error": error or None, "jobs": jobs} for (kind, error), jobs in deaths.most_common(limit)]
 
 
 # checks: what audit compares

@@ -32,13 +32,11 @@ CREATE INDEX unarchived_groups ON groups (ordinal) WHERE state = 'closed';
 CREATE INDEX open_jobs ON jobs (sequence) WHERE state IN ('waiting', 'submitted');
 """
 # `state`: the rows of headpond/ledger/state_rows.py. As JSON, so that a new attribute needs no new schema. The rowid
-# keeps the order of writing.
-# `counts`: rollouts by state and by reason, those of evaluations, dead jobs by kind and error: no start counts rows.
+# keeps the order of writing. They have every count of rollouts and of dead jobs: no start counts rows.
 TABLES = f"""
 CREATE TABLE state (
     kind TEXT, name TEXT, number INTEGER, content TEXT NOT NULL, PRIMARY KEY (kind, name, number)
 );
-CREATE TABLE counts (kind TEXT, name TEXT, number INTEGER NOT NULL, PRIMARY KEY (kind, name)) WITHOUT ROWID;
 {HOT_TABLES}
 CREATE TABLE batches (
     step INTEGER PRIMARY KEY, formation INTEGER NOT NULL, state TEXT NOT NULL, rollouts INTEGER NOT NULL,
@@ -68,7 +66,6 @@ STATEMENTS = {
     "batches": "INSERT OR REPLACE INTO batches VALUES (?, ?, ?, ?, ?, ?, ?)",
     "state": "INSERT OR REPLACE INTO state VALUES (?, ?, ?, ?)",
     "forgotten_state": "DELETE FROM state WHERE kind = ? AND name = ? AND number = ?",
-    "counts": "INSERT OR REPLACE INTO counts VALUES (?, ?, ?)",
     "forgotten_jobs": "DELETE FROM jobs WHERE id = ?",
     "dissolved": "UPDATE rollouts SET state = 'admitted', step = NULL WHERE grp = ? AND state = 'batched'",
     "batched": "UPDATE rollouts SET state = 'batched', step = ? WHERE grp = ? AND state = 'admitted'",

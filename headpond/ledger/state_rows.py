@@ -5,6 +5,7 @@ changed, and the ledger writes changed rows with the next commit. Assign lists a
 nothing. Large values have rows of their own.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
@@ -12,10 +13,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 import orjson
 
 Row = tuple[str | int | float | None, ...]
-Values = dict[str, float]
 Solved = Literal["all", "none", "mixed"]
+# kind and name of a row -> its numbers
+Totals = dict[str, dict[str, dict[str, Any]]]
 # (table, name, number) of a row -> the row to write; None: delete it
 Changed = dict[Row, "StateRow | None"]
+COUNTING = ("rollout_counts", "environments", "stages", "replicas")  # tables whose rows have counters
 # kinds of files of a step that are released
 RELEASED = ("experts_released", "columns_released", "jsonl_released", "manifests_released")
 
@@ -40,7 +43,11 @@ class StateRow:
             self._changed[self._key] = self
 
     def content(self) -> str:
-        return orjson.dumps({each.name: getattr(self, each.name) for each in fields(self)}).decode()
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return orjson.dumps(values, option=orjson.OPT_NON_STR_KEYS).decode()
+
+    def load(self, values: dict[str, Any]) -> None:
+        self.__dict__.update(values)
 
 
 K = TypeVar("K", str, int)
@@ -112,7 +119,7 @@ class EnvironmentState(StateRow):
     order: str | None = None  # of the present epoch
     drawn_begun: int = 0  # how many of `SamplerState.drawn` have begun
     data_ended: bool = False  # whether the sampler has drawn nothing
-    draw_job: str = ""  # the last draw; a repeated attempt asks for the same
+    last_draw: str = ""  # id of its job; a repeated attempt asks for the same
     draw_count: int = 0  # examples that it asks for
     draw_until: int = 0  # ended groups that it reports
     groups_ended: int = 0
@@ -163,6 +170,16 @@ class ReplicaState(StateRow):
 
 
 @dataclass(kw_only=True)
+class Counts(StateRow):
+    """Call `touch` after a change of `by_name`."""
+
+    by_name: Counter[str] = field(default_factory=Counter[str])
+
+    def load(self, values: dict[str, Any]) -> None:
+        self.__dict__.update(by_name=Counter[str](values["by_name"]))
+
+
+@dataclass(kw_only=True)
 class MetricsLine(StateRow):
     """A line that metrics.jsonl or evaluations.jsonl may not have yet."""
 
@@ -174,7 +191,7 @@ class LastStep(StateRow):
     """What the last delivered step left to the next one."""
 
     estimator_state: str | None = None
-    counted: Values = field(default_factory=Values)  # the run's counters when it was delivered
+    totals: Totals = field(default_factory=Totals)  # when it was delivered
 
 
 @dataclass(kw_only=True)
@@ -229,6 +246,9 @@ class RunState(StateRow):
         self.replicas = Rows[str, ReplicaState](ReplicaState, self.changed, "replicas")
         self.metrics_lines = Rows[str, MetricsLine](MetricsLine, self.changed, "metrics_lines")  # by step
         self.evaluation_lines = Rows[str, MetricsLine](MetricsLine, self.changed, "evaluation_lines")  # by number
+        # rollouts: `states`, `reasons` of the filtered ones, and `evaluation`: those of evaluations
+        self.rollout_counts = Rows[str, Counts](Counts, self.changed, "rollout_counts")
+        self.dead_jobs = Rows[str, Counts](Counts, self.changed, "dead_jobs")  # kind of job -> numbers by error
         self.last_step = LastStep()
         self.last_step.attach(("last_step", "", 0), self.changed)
         self.attach(("run", "", 0), self.changed)
@@ -249,5 +269,33 @@ class RunState(StateRow):
                 row = getattr(state.environments[name], kind)[number]
             elif isinstance(row, Rows):
                 row = row[name]
-            row.__dict__.update(orjson.loads(content))
+            row.load(orjson.loads(content))
         return state
+
+    def totals(self) -> Totals:
+        """The numbers of the run, of its environments, stages and replicas."""
+        tables: dict[str, dict[str, Any]] = {"run": {"": self}} | {kind: getattr(self, kind) for kind in COUNTING}
+        return {kind: {name: _numbers(row) for name, row in rows.items()} for kind, rows in tables.items()}
+
+    @classmethod
+    def increase(cls, totals: Totals, before: Totals) -> "RunState":
+        """A state that has the differences in place of the totals. Rows without any are left out."""
+        differences = _difference(totals, before)
+        state = cls(**differences.pop("run", {}).get("", {}))
+        for kind, rows in differences.items():
+            for name, values in rows.items():
+                getattr(state, kind)[name].load(values)
+        return state
+
+
+def _numbers(row: StateRow) -> dict[str, Any]:
+    values = {field.name: getattr(row, field.name) for field in fields(row)}
+    return {name: dict(value) if isinstance(value, dict) else value
+            for name, value in values.items() if isinstance(value, int | float | dict)}  # fmt: skip
+
+
+def _difference(now: Any, before: Any) -> Any:
+    if not isinstance(now, dict):
+        return now - (before or 0)
+    differences = {name: _difference(value, (before or {}).get(name)) for name, value in sorted(now.items())}
+    return {name: value for name, value in differences.items() if value}

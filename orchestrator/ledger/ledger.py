@@ -15,7 +15,6 @@ from typing import Literal
 
 from headpond.errors import shortened
 from headpond.ids import GroupId, RolloutId, execution_of, group_job
-from headpond.ledger.queries import Counted
 from headpond.ledger.schema import STATEMENTS
 from headpond.ledger.states import (
     EVALUATION_ENDS,
@@ -32,7 +31,6 @@ from headpond.ledger.states import (
 )
 from headpond.orchestrator.duties.housekeeping import Troubles
 from headpond.orchestrator.ledger import restore
-from headpond.orchestrator.ledger.counts import Counts
 from headpond.orchestrator.ledger.restore import Records
 from headpond.orchestrator.ledger.rows import (
     BatchRecord,
@@ -47,6 +45,11 @@ from headpond.records.rollout import RolloutResult
 from headpond.records.wire import Result
 from headpond.tasks.stage import Subject
 
+# Causes of death that are told apart; further ones count as OTHER_CAUSES, so that texts cannot
+# fill the ledger.
+CAUSES_MOST = 200
+OTHER_CAUSES = "other errors"
+
 
 class Ledger(Records):
     def __init__(
@@ -54,6 +57,11 @@ class Ledger(Records):
     ) -> None:
         super().__init__(**vars(restore.read(path)))
         self._writer = Writer(path, keep_events_steps=keep_events_steps, troubles=troubles)
+        counts = self.state.rollout_counts
+        self.states, self.reasons = counts["states"].by_name, counts["reasons"].by_name
+        # `planned`, and those that have ended: `evaluated`, `dead`, `cancelled`. No other count
+        # includes them
+        self.evaluation_rollouts = counts["evaluation"].by_name
         self._groups_in = defaultdict[str, dict[str, GroupRecord]](dict)
         # open groups of evaluations: few among those of training
         self.evaluation_groups = {id: group for id, group in self.groups.items() if group.is_evaluation}
@@ -68,7 +76,6 @@ class Ledger(Records):
         self.job_counts = Counter((job.queue, job.state) for job in self.jobs.values())
         # jobs to be submitted
         self.waiting: dict[str, JobRecord] = {id: job for id, job in self.jobs.items() if job.state is JobState.WAITING}
-        self._counts = Counts(Counted(self.states, self.reasons, self.evaluation_rollouts), self.deaths)
         self.unwanted_blobs: list[str] = []  # keys of blobs to delete after the next commit
         self._changed: dict[int, tuple[str, RolloutRecord | GroupRecord | JobRecord | BatchRecord]] = {}
         # statement of the schema -> its rows, of what is no record in `_changed`
@@ -281,11 +288,17 @@ class Ledger(Records):
         self.waiting.pop(job.id, None)
         self._touch("jobs", job)
         if state is JobState.DEAD:
-            self._counts.died(self.kind(job), job.error)
+            self._count_death(self.kind(job), job.error or "")
         if job.subject_kind is Subject.ENVIRONMENT:
             self._forget_job(job)
         elif job.subject_kind is Subject.GROUP:
             self._remove(job)
+
+    def _count_death(self, kind: str, error: str) -> None:
+        dead = self.state.dead_jobs
+        causes, row = sum(len(each.by_name) for each in dead.values()), dead[kind]
+        row.by_name[error if error in row.by_name or causes < CAUSES_MOST else OTHER_CAUSES] += 1
+        row.touch()
 
     def _forget_job(self, job: JobRecord) -> None:
         """Delete its row: those of groups stay until their group is archived."""
@@ -399,8 +412,9 @@ class Ledger(Records):
         for table, record in self._changed.values():
             rows[table].append(record.row())
         self._changed = {}
+        for counts in self.state.rollout_counts.values() if rows else ():
+            counts.touch()
         rows["state"], rows["forgotten_state"] = self.state.take_changes()
-        rows["counts"] = self._counts.changed()
         if changes := {name: rows[name] for name in STATEMENTS if rows[name]}:
             self._last_commit = self._writer.commit(changes)
 

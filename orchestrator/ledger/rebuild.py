@@ -75,7 +75,7 @@ class Released:
 def _fill(connection: sqlite3.Connection, manifests: Iterator[Manifest], config: RunConfig, released: Released) -> None:
     last_ordinal = 0
     step = FIRST_STEP - 1
-    states = Counter[RolloutState]()
+    states = Counter[str]()
     estimator_state = None
     connection.execute("BEGIN")
     for manifest in manifests:  # in order
@@ -108,9 +108,9 @@ def _fill(connection: sqlite3.Connection, manifests: Iterator[Manifest], config:
     )
     state.released |= released.counters
     state.last_step.estimator_state = estimator_state
+    state.rollout_counts["states"].by_name = states
+    state.rollout_counts["reasons"].by_name = Counter({LOST: states[RolloutState.FILTERED]})
     connection.executemany(STATEMENTS["state"], state.take_changes()[0])
-    connection.executemany(STATEMENTS["counts"], [("state", state, number) for state, number in states.items()])
-    connection.execute(STATEMENTS["counts"], ("reason", LOST, states[RolloutState.FILTERED]))
     connection.execute("COMMIT")
 
 

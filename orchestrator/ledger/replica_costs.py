@@ -4,11 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from headpond.config import RunConfig
+from headpond.ledger.state_rows import ReplicaState
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.replica_use import URL_CHARACTERS, ReplicaUse
 
-# Prefixes of counters; a replica's URL follows.
-TOKENS, SECONDS, LOST = "replica_tokens:", "replica_s:", "replica_lost:"
 # Counts replicas that a host reaches by a URL of its own (`engine.urls` may differ), so that
 # names cannot fill the ledger.
 OTHER = "other"
@@ -31,10 +30,7 @@ class ReplicaCosts:
     def status(self) -> dict[str, dict[str, Any]]:
         """By replica, since the run began."""
         replicas = {url: self._replicas[url] for url in self._urls}
-        slow = slow_tokens(
-            {url: replica.tokens for url, replica in replicas.items()},
-            {url: replica.seconds for url, replica in replicas.items()},
-        )
+        slow = slow_tokens(replicas)
         return {
             url: {
                 "tokens": replica.tokens,
@@ -46,10 +42,11 @@ class ReplicaCosts:
         }
 
 
-def slow_tokens(tokens: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, int]:
-    """By replica, from what it sampled and how long its requests took: the tokens that these requests would have had
-    in addition at the rate of the fastest replica. An estimate: a rate depends on the lengths of prompts too."""
-    measured = [url for url in tokens if tokens[url] >= MEASURED_TOKENS and seconds.get(url)]
-    fastest = max((tokens[url] / seconds[url] for url in measured), default=0.0)
-    missed = {url: int(fastest * seconds[url] - tokens[url]) if url in measured else 0 for url in tokens}
+def slow_tokens(replicas: Mapping[str, ReplicaState]) -> dict[str, int]:
+    """By replica: the tokens that its requests would have had in addition at the rate of the fastest replica. An
+    estimate: a rate depends on the lengths of prompts too."""
+    rates = {url: row.tokens / row.seconds for url, row in replicas.items()
+             if row.tokens >= MEASURED_TOKENS and row.seconds}  # fmt: skip
+    fastest = max(rates.values(), default=0.0)
+    missed = {url: int(fastest * row.seconds - row.tokens) if url in rates else 0 for url, row in replicas.items()}
     return {url: max(0, number) for url, number in missed.items()}

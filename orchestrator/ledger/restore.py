@@ -1,7 +1,6 @@
 """Reads the open records back from SQLite: the first thing an orchestrator does when it resumes a run."""
 
 import sqlite3
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,13 +32,6 @@ class Records:
     # batches that are not delivered
     batches: dict[int, BatchRecord] = field(default_factory=dict[int, BatchRecord])
     state: RunState = field(default_factory=RunState)  # counters and positions
-    states: Counter[RolloutState] = field(default_factory=Counter[RolloutState])
-    reasons: Counter[str] = field(default_factory=Counter[str])  # filtered rollouts by reason
-    # `planned`, and those that have ended: `evaluated`, `dead`, `cancelled`. No other count
-    # includes them
-    evaluation_rollouts: Counter[str] = field(default_factory=Counter[str])
-    # dead jobs by stage and error
-    deaths: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     # delivered step -> its rollouts
     untrained: dict[int, int] = field(default_factory=dict[int, int])
 
@@ -53,16 +45,11 @@ def read(path: Path) -> Records:
             return Records()
         groups = _groups(connection)
         batches = _batches(connection, groups)
-        counts = queries.kept_counts(connection)
         return Records(
             groups=groups,
             jobs=_jobs(connection, batches),
             batches=batches,
             state=queries.whole_state(connection),
-            states=counts.states,
-            reasons=counts.reasons,
-            evaluation_rollouts=counts.evaluation,
-            deaths=queries.deaths(connection),
             untrained=queries.untrained_steps(connection),
         )
 

@@ -7,6 +7,7 @@ and delays nothing; while its disk is full, the lines wait in the ledger.
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -19,12 +20,11 @@ from headpond.errors import BlobError
 from headpond.event_loop.lag_summaries import LagSummary, read_summaries_async
 from headpond.event_loop.loop_lag import LoopLag
 from headpond.event_loop.offload import in_io_thread
-from headpond.ledger.states import RolloutState
+from headpond.ledger.state_rows import RunState
 from headpond.orchestrator.duties.housekeeping import Reported, Troubles
 from headpond.orchestrator.examples import evaluation
 from headpond.orchestrator.exchange.redis_connection import Broker
 from headpond.orchestrator.ledger.ledger import Ledger
-from headpond.orchestrator.ledger.replica_costs import LOST, SECONDS, TOKENS
 from headpond.orchestrator.ledger.rows import BatchRecord
 from headpond.orchestrator.reporting import step_metrics
 from headpond.orchestrator.run_dir import EVALUATIONS
@@ -98,14 +98,16 @@ class Metrics:
     def measure(self, batch: BatchRecord, ranks: Sequence[EncodedRank], of_rollouts: step_metrics.Values) -> None:
         """Call in the transaction that delivers `batch`, before it is delivered."""
         last_step, lines = self._ledger.state.last_step, self._ledger.state.metrics_lines
-        totals = counters(self._ledger) | {"delivered": _delivered(self._ledger) + int(of_rollouts["rollouts"])}
-        since = {key: value - last_step.counted.get(key, 0) for key, value in totals.items()}
+        totals = self._ledger.state.totals()
+        states = Counter(totals["rollout_counts"]["states"]["by_name"])
+        totals["rollout_counts"]["states"]["by_name"] = states + Counter(delivered=int(of_rollouts["rollouts"]))
+        since = RunState.increase(totals, last_step.totals)
         self.last = {
             "step": batch.step,
             "time": int(time.time()),
             **of_rollouts,
             **self._of(batch, ranks, since),
-            **step_metrics.of_totals(totals),
+            **step_metrics.of_totals(RunState.increase(totals, {})),
             **evaluation.unreported(self._ledger),
             **step_metrics.of_lag(self._lag.drain(), self._lags.others),
         }
@@ -116,9 +118,9 @@ class Metrics:
         lines[str(batch.step)].line = self._unwritten[batch.step]
         for step in [step for step in lines if int(step) not in self._unwritten]:
             lines.forget(step)
-        last_step.counted = totals
+        last_step.totals = totals
 
-    def _of(self, batch: BatchRecord, ranks: Sequence[EncodedRank], since: Mapping[str, float]) -> step_metrics.Values:
+    def _of(self, batch: BatchRecord, ranks: Sequence[EncodedRank], since: RunState) -> step_metrics.Values:
         longest_s = {name: stage.longest_s for name, stage in self._ledger.state.stages.items()}
         now = time.monotonic()
         step_s, self._delivered_at = now - self._delivered_at, now
@@ -222,34 +224,6 @@ def dumps(values: Mapping[str, float]) -> str:
     """Six significant digits; integers stay integers."""
     rounded = {key: float(f"{value:.6g}") if type(value) is float else value for key, value in values.items()}
     return orjson.dumps(rounded).decode()
-
-
-def counters(ledger: Ledger) -> dict[str, float]:
-    """Totals since the run began."""
-    state = ledger.state
-    counts: dict[str, float] = {
-        "planned": state.rollouts_planned,
-        "generated": state.rollouts_generated,
-        "delivered": _delivered(ledger),
-        "dead": ledger.states[RolloutState.DEAD],
-        "fenced": state.fenced,
-        "replies_refused": state.replies_refused,
-        "groups_dropped": state.groups_dropped,
-        "tokens_generated": state.tokens_generated,
-        **{f"filtered:{reason}": number for reason, number in ledger.reasons.items()},
-    }
-    for name, environment in state.environments.items():
-        counts |= {f"played:{name}": environment.played, f"played_reward:{name}": environment.played_reward}
-        counts |= {f"solved_{how}:{name}": number for how, number in environment.solved.items()}
-    for name, stage in state.stages.items():
-        counts |= {f"settled:{name}": stage.settled, f"seconds:{name}": stage.seconds}
-    for url, replica in state.replicas.items():
-        counts |= {TOKENS + url: replica.tokens, SECONDS + url: replica.seconds, LOST + url: replica.lost_tokens}
-    return counts | {f"matched:{name}": number for name, number in state.matched.items()}
-
-
-def _delivered(ledger: Ledger) -> int:
-    return ledger.states[RolloutState.DELIVERED] + ledger.states[RolloutState.TRAINED]
 
 
 def last_line(file: IO[bytes], key: str) -> tuple[int, int]:

@@ -10,9 +10,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from headpond.event_loop.lag_summaries import LagSummary
+from headpond.ledger.state_rows import RunState
 from headpond.ledger.states import RolloutState
-from headpond.orchestrator.ledger.replica_costs import LOST, SECONDS, TOKENS
-from headpond.orchestrator.reporting.metrics import counters
 from headpond.records.status import Status
 
 if TYPE_CHECKING:
@@ -37,6 +36,11 @@ LOADS = {
     "waiting": "Requests in the replica's queue.",
     "cache_use": "Used share of the replica's KV cache.",
 }
+USES = {
+    "tokens": "Tokens that were used.",
+    "seconds": "Duration of answered requests.",
+    "lost_tokens": "Tokens thrown away, or computed again, because the replica failed.",
+}
 Labelled = Iterable[tuple[str, float]]
 
 
@@ -46,7 +50,7 @@ class RunCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         run = self._run
-        status, counts, last = run.reporter.latest_status(), counters(run.ledger), run.metrics.last
+        status, counts, last = run.reporter.latest_status(), run.ledger.state, run.metrics.last
         yield GaugeMetricFamily(
             "headpond_policy_version", "Newest policy version that the trainer published.", status.policy_version
         )
@@ -63,28 +67,26 @@ class RunCollector(Collector):
                 yield GaugeMetricFamily(f"headpond_last_step_{name}", f"`{key}` of the last delivered step.", last[key])
 
 
-def _rollouts(states: Mapping[RolloutState, int], counts: Mapping[str, float]) -> Iterator[Metric]:
+def _rollouts(states: Mapping[str, int], counts: RunState) -> Iterator[Metric]:
     in_state = [(state.value, states.get(state, 0)) for state in RolloutState]
     yield _gauges("headpond_rollouts", "Rollouts by state; the sum is all planned rollouts.", "state", in_state)
-    filtered = _under(counts, "filtered:")
-    yield _counters("headpond_rollouts_filtered", "Dropped rollouts.", "reason", filtered)
-    yield CounterMetricFamily("headpond_rollouts_generated", "Generated rollouts.", counts["generated"])
-    yield CounterMetricFamily("headpond_rollouts_fenced", "Late replies, not counted.", counts["fenced"])
+    reasons = counts.rollout_counts["reasons"].by_name.items()
+    yield _counters("headpond_rollouts_filtered", "Dropped rollouts.", "reason", reasons)
+    yield CounterMetricFamily("headpond_rollouts_generated", "Generated rollouts.", counts.rollouts_generated)
+    yield CounterMetricFamily("headpond_rollouts_fenced", "Late replies, not counted.", counts.fenced)
     yield CounterMetricFamily(
-        "headpond_replies_refused", "Replies that named files of other jobs.", counts["replies_refused"]
+        "headpond_replies_refused", "Replies that named files of other jobs.", counts.replies_refused
     )
-    yield CounterMetricFamily("headpond_tokens_generated", "Completion tokens.", counts["tokens_generated"])
-    yield CounterMetricFamily(
-        "headpond_groups_dropped", "Dropped groups, which were replaced.", counts["groups_dropped"]
-    )
+    yield CounterMetricFamily("headpond_tokens_generated", "Completion tokens.", counts.tokens_generated)
+    yield CounterMetricFamily("headpond_groups_dropped", "Dropped groups, which were replaced.", counts.groups_dropped)
     solved = CounterMetricFamily("headpond_groups", "Completed groups.", labels=["environment", "solved"])
-    for name, number in _under(counts, "solved_"):
-        how, _, environment = name.partition(":")
-        solved.add_metric([environment, how], number)
+    for environment, row in counts.environments.items():
+        for how, number in row.solved.items():
+            solved.add_metric([environment, how], number)
     yield solved
 
 
-def _jobs(status: Status, counts: Mapping[str, float]) -> Iterator[Metric]:
+def _jobs(status: Status, counts: RunState) -> Iterator[Metric]:
     yield _gauges("headpond_queue_depth", "Messages that no worker has taken yet.", "queue", status.queued.items())
     waiting, submitted = status.waiting_jobs.items(), status.submitted_jobs.items()
     yield _gauges("headpond_jobs_waiting", "Jobs to be submitted.", "queue", waiting)
@@ -92,20 +94,21 @@ def _jobs(status: Status, counts: Mapping[str, float]) -> Iterator[Metric]:
     running = status.running_by_worker
     yield GaugeMetricFamily("headpond_jobs_running", "Executions that hold a lease.", sum(running.values()))
     yield GaugeMetricFamily("headpond_workers_busy", "Worker processes that run a job.", len(running))
-    yield _counters("headpond_jobs", "Settled jobs.", "kind", _under(counts, "settled:"))
-    yield _counters("headpond_job_seconds", "Duration of settled jobs.", "kind", _under(counts, "seconds:"))
+    stages = counts.stages.items()
+    yield _counters("headpond_jobs", "Settled jobs.", "kind", [(name, row.settled) for name, row in stages])
+    seconds = [(name, row.seconds) for name, row in stages]
+    yield _counters("headpond_job_seconds", "Duration of settled jobs.", "kind", seconds)
 
 
-def _replicas(replicas: Mapping[str, Any], counts: Mapping[str, float]) -> Iterator[Metric]:
+def _replicas(replicas: Mapping[str, Any], counts: RunState) -> Iterator[Metric]:
     serve = [(url, float(each["serves"])) for url, each in replicas.items()]
     yield _gauges("headpond_replica_serves", "Whether the replica has weights that may serve.", "replica", serve)
     for name, what in LOADS.items():
         loads = [(url, each[name]) for url, each in replicas.items() if name in each]
         yield _gauges(f"headpond_replica_{name}", what, "replica", loads)
-    yield _counters("headpond_replica_tokens", "Tokens that were used.", "replica", _under(counts, TOKENS))
-    yield _counters("headpond_replica_seconds", "Duration of answered requests.", "replica", _under(counts, SECONDS))
-    lost = "Tokens thrown away, or computed again, because the replica failed."
-    yield _counters("headpond_replica_lost_tokens", lost, "replica", _under(counts, LOST))
+    for field, what in USES.items():
+        uses = [(url, getattr(row, field)) for url, row in counts.replicas.items()]
+        yield _counters(f"headpond_replica_{field}", what, "replica", uses)
 
 
 def _evaluations(status: Mapping[str, Any]) -> Iterator[Metric]:
@@ -153,7 +156,3 @@ def _with_samples(family: GaugeMetricFamily | CounterMetricFamily, values: Label
     for label, number in values:
         family.add_metric([label], number)
     return family
-
-
-def _under(counts: Mapping[str, float], prefix: str) -> Labelled:
-    return [(key.removeprefix(prefix), number) for key, number in counts.items() if key.startswith(prefix)]

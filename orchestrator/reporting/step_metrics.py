@@ -9,13 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from headpond.batches import EncodedRank, Manifest
 from headpond.event_loop.lag_summaries import LagSummary
+from headpond.ledger.state_rows import RunState
 from headpond.ledger.states import RolloutState
-from headpond.orchestrator.ledger.replica_costs import LOST, SECONDS, TOKENS, slow_tokens
+from headpond.orchestrator.ledger.replica_costs import slow_tokens
 from headpond.orchestrator.ledger.rows import GroupRecord, RolloutRecord
 from headpond.records.rollout import RolloutResult
 
 Values = dict[str, float]
-Counts = Mapping[str, float]  # counter -> its total, or its increase since the last step
 
 NAMES_MOST = 64  # the most frequent of the environments' own metrics: one name per example would flood the file
 LAG_S = ("min", "mean", "median", "p90", "p99", "max")
@@ -84,31 +84,31 @@ def of_manifest(manifest: Manifest) -> Values:
     }
 
 
-def of_totals(totals: Counts) -> Values:
+def of_totals(totals: RunState) -> Values:
     """Since the run began."""
-    filtered = sum(value for key, value in totals.items() if key.startswith("filtered:"))
+    counts = totals.rollout_counts
     return {
-        "total/rollouts_planned": totals["planned"],
-        "total/rollouts_generated": totals["generated"],
-        "total/rollouts_delivered": totals["delivered"],
-        "total/rollouts_filtered": filtered,
-        "total/rollouts_dead": totals["dead"],
-        "total/tokens_generated": totals["tokens_generated"],
-        "total/fenced": totals["fenced"],
+        "total/rollouts_planned": totals.rollouts_planned,
+        "total/rollouts_generated": totals.rollouts_generated,
+        "total/rollouts_delivered": _delivered(totals),
+        "total/rollouts_filtered": sum(counts["reasons"].by_name.values()),
+        "total/rollouts_dead": counts["states"].by_name[RolloutState.DEAD],
+        "total/tokens_generated": totals.tokens_generated,
+        "total/fenced": totals.fenced,
     }
 
 
-def of_window(since: Counts, *, groups: int, longest_s: Mapping[str, float], step_s: float) -> Values:
+def of_window(since: RunState, *, groups: int, longest_s: Mapping[str, float], step_s: float) -> Values:
     """Of everything since the last step, whether or not it is part of this one."""
-    filtered = _under(since, "filtered:")
-    decided = since["delivered"] + sum(filtered.values()) + since["dead"]
-    dropped = since["groups_dropped"]
+    reasons, dead = since.rollout_counts["reasons"].by_name, since.rollout_counts["states"].by_name[RolloutState.DEAD]
+    decided = _delivered(since) + reasons.total() + dead
+    dropped = since.groups_dropped
     return {
-        "filtered_rate": _share(sum(filtered.values()), decided),
-        **{f"filtered_rate/{reason}": _share(number, decided) for reason, number in filtered.items()},
-        **{f"matched_rate/{name}": _share(n, since["generated"]) for name, n in _under(since, "matched:").items()},
-        "dead": since["dead"],
-        "fenced": since["fenced"],
+        "filtered_rate": _share(reasons.total(), decided),
+        **{f"filtered_rate/{reason}": _share(number, decided) for reason, number in reasons.items()},
+        **{f"matched_rate/{name}": _share(number, since.rollouts_generated) for name, number in since.matched.items()},
+        "dead": dead,
+        "fenced": since.fenced,
         "groups_dropped": dropped,
         "replaced_share": _share(dropped, dropped + groups),
         **_solved(since),
@@ -116,8 +116,8 @@ def of_window(since: Counts, *, groups: int, longest_s: Mapping[str, float], ste
         **_replicas(since),
         **_timings(since, longest_s),
         "time/step_s": step_s,
-        "rollouts_per_s": _share(since["generated"], step_s),
-        "tokens_per_s": _share(since["tokens_generated"], step_s),
+        "rollouts_per_s": _share(since.rollouts_generated, step_s),
+        "tokens_per_s": _share(since.tokens_generated, step_s),
     }
 
 
@@ -133,6 +133,11 @@ def of_lag(own: LagSummary, workers: Sequence[LagSummary]) -> Values:
         "worker_lag/max": max(lag.max_s for lag in workers),
         "worker_lag/blocked_s": max(lag.blocked_s for lag in workers),
     }
+
+
+def _delivered(counted: RunState) -> int:
+    states = counted.rollout_counts["states"].by_name
+    return states[RolloutState.DELIVERED] + states[RolloutState.TRAINED]
 
 
 def _lengths(results: Sequence[RolloutResult]) -> Values:
@@ -179,13 +184,12 @@ def _named(played: Iterable[tuple[str, RolloutRecord]]) -> Values:
     return {key: sums[key] / number for key, number in sorted(numbers.most_common(NAMES_MOST))}
 
 
-def _solved(since: Counts) -> Values:
+def _solved(since: RunState) -> Values:
     """Shares of the completed groups, before filters."""
     by_suffix: dict[str, Counter[str]] = defaultdict(Counter)
-    for name, number in _under(since, "solved_").items():
-        solved, _, environment = name.partition(":")
-        for suffix in ("", f"/{environment}"):
-            by_suffix[suffix][solved] += int(number)
+    for environment, row in since.environments.items():
+        for suffix in ("", f"/{environment}") if row.solved else ():
+            by_suffix[suffix].update(row.solved)
     shares = {
         f"solved_{solved}{suffix}": parts[solved] / parts.total()
         for suffix, parts in by_suffix.items()
@@ -194,40 +198,40 @@ def _solved(since: Counts) -> Values:
     return shares | {"groups_completed": by_suffix[""].total()}
 
 
-def _played(since: Counts) -> Values:
+def _played(since: RunState) -> Values:
     """Rewards of the rollouts of completed groups, before filters."""
-    numbers = _under(since, "played:")
-    totals = {name: since.get(f"played_reward:{name}", 0.0) for name in numbers}
-    if not numbers:
+    rows = {name: row for name, row in since.environments.items() if row.played}
+    if not rows:
         return {}
+    played, reward = sum(row.played for row in rows.values()), sum(row.played_reward for row in rows.values())
     return {
-        "played_rollouts": sum(numbers.values()),
-        "played_reward_mean": _share(sum(totals.values()), sum(numbers.values())),
-        **{f"played_reward_mean/{name}": _share(totals[name], number) for name, number in numbers.items()},
+        "played_rollouts": played,
+        "played_reward_mean": reward / played,
+        **{f"played_reward_mean/{name}": row.played_reward / row.played for name, row in rows.items()},
     }
 
 
-def _replicas(since: Counts) -> Values:
+def _replicas(since: RunState) -> Values:
     """What the engine's replicas gave and cost."""
-    tokens, seconds, lost = _under(since, TOKENS), _under(since, SECONDS), _under(since, LOST)
-    slow = slow_tokens(tokens, seconds)
+    rows, slow = since.replicas, slow_tokens(since.replicas)
+    lost = {url: row.lost_tokens for url, row in rows.items() if row.lost_tokens}
     values: Values = {"replica_lost_tokens": sum(lost.values()), "replica_slow_tokens": sum(slow.values())}
-    if len(tokens.keys() | lost.keys()) < 2:
+    if len(rows) < 2:
         return values
-    rates = {url: _share(tokens[url], seconds.get(url, 0.0)) for url in tokens}
     return {
         **values,
         **{f"replica_lost_tokens/{url}": number for url, number in lost.items()},
         **{f"replica_slow_tokens/{url}": number for url, number in slow.items() if number},
-        **{f"replica_tokens_per_s/{url}": rate for url, rate in rates.items()},
+        **{f"replica_tokens_per_s/{url}": _share(row.tokens, row.seconds) for url, row in rows.items() if row.tokens},
     }
 
 
-def _timings(since: Counts, longest_s: Mapping[str, float]) -> Values:
+def _timings(since: RunState, longest_s: Mapping[str, float]) -> Values:
     values: Values = {}
-    for stage, jobs in _under(since, "settled:").items():
-        values[f"time/{stage}_mean_s"] = since.get(f"seconds:{stage}", 0.0) / jobs
-        values[f"time/{stage}_max_s"] = longest_s.get(stage, 0.0)
+    for stage, row in since.stages.items():
+        if row.settled:
+            values[f"time/{stage}_mean_s"] = row.seconds / row.settled
+            values[f"time/{stage}_max_s"] = longest_s.get(stage, 0.0)
     return values
 
 
@@ -235,10 +239,6 @@ def _spread(name: str, values: Sequence[float]) -> Values:
     if not values:
         return {}
     return {f"{name}/mean": sum(values) / len(values), f"{name}/min": min(values), f"{name}/max": max(values)}
-
-
-def _under(counts: Counts, prefix: str) -> Values:
-    return {key.removeprefix(prefix): n for key, n in sorted(counts.items()) if n and key.startswith(prefix)}
 
 
 def _share(part: float, whole: float) -> float:

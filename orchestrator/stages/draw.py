@@ -39,14 +39,14 @@ class Draw(RunStage[draw.DrawResult]):
         for name in self._examples.sampled:
             environment, ready = self._state.environments[name], len(self._examples.drawn(name))
             wanted = min(count, self._examples.left(name) - ready)
-            is_drawing = environment.draw_job in self._ledger.jobs
+            is_drawing = environment.last_draw in self._ledger.jobs
             may_draw = self._examples.size(name) and not is_drawing and not self._examples.used_up(name)
             if may_draw and ready < count and wanted > 0:
                 self._state.draws += 1
-                environment.draw_job = ids.draw_job(self._state.draws, name)
+                environment.last_draw = ids.draw_job(self._state.draws, name)
                 environment.draw_count = int(wanted)
                 environment.draw_until = environment.groups_ended
-                self._ledger.add_job(environment.draw_job, self.name, name)
+                self._ledger.add_job(environment.last_draw, self.name, name)
 
     def group_ended(self, group: GroupRecord, dropped: str | None = None) -> None:
         """A group has been admitted or dropped: its sampler receives it with the next draw."""

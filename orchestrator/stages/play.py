@@ -23,10 +23,14 @@ class Play(GroupStage[RolloutResult]):
         self._poison = Poison(parts.config, parts.ledger)
         # Celery task ids of running attempts that are no longer needed: revoking them
         # saves work
-        self.unneeded: list[str] = []
+        self._unneeded: list[str] = []
+
+    def revoke(self, job: JobRecord) -> None:
+        """End its running attempt soon: its result is no longer needed."""
+        self._unneeded.append(job.task_id(self._run))
 
     def take_unneeded(self) -> list[str]:
-        unneeded, self.unneeded = self.unneeded, []
+        unneeded, self._unneeded = self._unneeded, []
         return unneeded
 
     def key(self, job: JobRecord) -> None:
@@ -99,7 +103,7 @@ class Play(GroupStage[RolloutResult]):
             job = self._ledger.jobs[rollout.id]
             self.gate.probe_lost(job.id)
             if job.state is JobState.SUBMITTED:
-                self.unneeded.append(job.task_id(self._run))
+                self.revoke(job)
             self._ledger.end(job, JobState.CANCELLED)
             self._ledger.drop(rollout, reason)
 

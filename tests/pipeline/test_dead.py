@@ -43,7 +43,9 @@ def test_a_poison_example_is_named_skipped_and_put_back(tmp_path: Path) -> None:
         wait_until(noted, what="the status to name it")
         open_groups = "SELECT count(*) FROM groups WHERE example = 2 AND state != 'closed'"
         wait_until(lambda: not cluster.ledger(open_groups)[0][0], what="the end of groups that had begun before")
-        dead_rollouts = "SELECT number FROM counts WHERE kind = 'state' AND name = 'dead'"
+        dead_rollouts = (
+            "SELECT content ->> '$.by_name.dead' FROM state WHERE kind = 'rollout_counts' AND name = 'states'"
+        )
         died, step = cluster.ledger(dead_rollouts), cluster.status().step
         wait_until(lambda: cluster.status().step >= step + 4, what="steps without the example")
         assert cluster.ledger(dead_rollouts) == died, "it was not played again"

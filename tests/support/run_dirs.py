@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,10 +126,11 @@ def _write_ledger(path: Path, rows: list[tuple[Any, ...]], steps: int, *, archiv
     connection.executemany(STATEMENTS["batches"], [(*batch, None, None, None) for batch in batches])
     state = RunState(rollouts_planned=len(rows), rollouts_generated=len(rows) - 6, steps_delivered=steps)
     state.touch()
-    connection.executemany(STATEMENTS["state"], state.take_changes()[0])
     counts = {"trained": 3, "delivered": 3 * (steps - 1), "filtered": 3, "dead": 3, "running": 3}
-    connection.executemany(STATEMENTS["counts"], [("state", *each) for each in counts.items()])
-    connection.executemany(STATEMENTS["counts"], [("reason", "zero_variance", 3), ("died:rollout", "boom", 3)])
+    state.rollout_counts["states"].by_name = Counter(counts)
+    state.rollout_counts["reasons"].by_name = Counter(zero_variance=3)
+    state.dead_jobs["rollout"].by_name = Counter(boom=3)
+    connection.executemany(STATEMENTS["state"], state.take_changes()[0])
     events = [(99.0, 0, "g0000001-0", "lost", "attempt 1: the worker's lease expired")]
     connection.executemany(STATEMENTS["events"], events)
     if archived:

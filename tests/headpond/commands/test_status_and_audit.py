@@ -252,7 +252,7 @@ def test_audit_fails_when_a_rollout_is_not_accounted_for(run: Path) -> None:
     with closing(sqlite3.connect(run / "ledger.sqlite", isolation_level=None)) as connection:
         connection.execute("DELETE FROM rollouts WHERE idx = 0")
         connection.execute("UPDATE jobs SET state = 'dead', error = 'no' WHERE id LIKE '%-1'")
-        connection.execute("INSERT INTO counts VALUES ('died:rollout', 'no', 1)")
+        connection.execute("""INSERT INTO state VALUES ('dead_jobs', 'rollout', 0, '{"by_name": {"no": 1}}')""")
     text = output_of("audit", str(run), exit_code=1)
     assert re.search("^problem    .*g0000001-1 .*no job", text, re.MULTILINE)
     assert "died       1 rollout job: no" in text

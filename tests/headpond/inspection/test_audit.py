@@ -163,7 +163,9 @@ DAMAGE = {
     "UPDATE closed_rollouts SET reason = NULL WHERE idx = 0": "the ledger counts 1 rollouts as gibberish and has 0",
     "UPDATE closed_groups SET step = 1": "g0000001-2 is archived as delivered in a step that is not delivered",
     "UPDATE batches SET state = 'trained'": "the ledger counts 2 rollouts as delivered and has 0",
-    "UPDATE counts SET number = 3 WHERE name = 'delivered'": "the ledger counts 3 rollouts as delivered and has 2",
+    "UPDATE state SET content = json_set(content, '$.by_name.delivered', 3) WHERE name = 'states'": (
+        "the ledger counts 3 rollouts as delivered and has 2"
+    ),
 }
 
 

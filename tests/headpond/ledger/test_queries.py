@@ -11,6 +11,7 @@ from headpond.ids import RolloutId, execution_of
 from headpond.ledger import queries
 from headpond.ledger.archive import archive, execution_code
 from headpond.ledger.schema import STATEMENTS, open_for_writing
+from headpond.ledger.state_rows import RunState
 from headpond.ledger.states import RolloutState
 
 RUN = "0123456789ab"
@@ -52,10 +53,14 @@ def connection(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[sqlit
     connection.executemany(STATEMENTS["groups"], GROUPS)
     batches = [(0, 1, "trained", 2), (1, 1, "delivered", 1), (2, 1, "composed", 0)]
     connection.executemany(STATEMENTS["batches"], [(*batch, None, None, None) for batch in batches])
-    connection.execute(STATEMENTS["state"], ("run", "", 0, '{"rollouts_planned": 5, "steps_delivered": 2}'))
+    state = RunState(rollouts_planned=5, steps_delivered=2)
+    state.touch()
     states = {"planned": 1, "filtered": 1, "delivered": 1, "trained": 2, "dead": 0}
-    counts = [*(("state", state, number) for state, number in states.items()), ("reason", "stale", 1)]
-    connection.executemany(STATEMENTS["counts"], [*counts, ("died:filter", "no", 2), ("died:rollout", "", 5)])
+    state.rollout_counts["states"].by_name = Counter(states)
+    state.rollout_counts["reasons"].by_name = Counter(stale=1)
+    state.dead_jobs["filter"].by_name = Counter(no=2)
+    state.dead_jobs["rollout"].by_name = Counter({"": 5})
+    connection.executemany(STATEMENTS["state"], state.take_changes()[0])
     events = [(1.0, 0, "j", "lost", ""), (3.0, 0, "j", "lost", ""), (4.0, 1, "j", "x", "")]
     connection.executemany(STATEMENTS["events"], events)
     if request.param == "archived":
@@ -76,8 +81,9 @@ def test_rollouts_are_counted_by_state_and_by_reason(connection: sqlite3.Connect
 
 
 def test_causes_of_death_are_counted_by_kind_and_error(connection: sqlite3.Connection) -> None:
-    assert queries.deaths(connection) == {("rollout", ""): 5, ("filter", "no"): 2}
-    assert queries.dead_jobs(connection, limit=1) == [{"kind": "rollout", "error": None, "jobs": 5}]
+    first = {"kind": "rollout", "error": None, "jobs": 5}
+    assert queries.dead_jobs(connection, limit=9) == [first, {"kind": "filter", "error": "no", "jobs": 2}]
+    assert queries.dead_jobs(connection, limit=1) == [first]
 
 
 def test_a_rollout_too_few_is_not_balanced() -> None:

@@ -66,11 +66,11 @@ def test_reading_leaves_no_file_behind(tmp_path: Path) -> None:
 def test_a_reader_sees_what_a_writer_has_committed_and_cannot_write(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     with closing(schema.open_for_writing(path)) as writer:
-        writer.execute("INSERT INTO counts VALUES ('state', 'dead', 1)")
+        writer.execute("INSERT INTO state VALUES ('run', '', 0, '{}')")
         with schema.reading(path) as connection:
-            assert connection.execute("SELECT * FROM counts").fetchall() == [("state", "dead", 1)]
+            assert connection.execute("SELECT * FROM state").fetchall() == [("run", "", 0, "{}")]
         with pytest.raises(LedgerError, match="readonly"), schema.reading(path) as connection:
-            connection.execute("DELETE FROM counts")
+            connection.execute("DELETE FROM state")
 
 
 @pytest.mark.parametrize("version", [schema.SCHEMA_VERSION - 1, schema.SCHEMA_VERSION + 1])

@@ -16,8 +16,8 @@ from support.waiting import wait_until
 
 from headpond.ledger import queries, schema
 from headpond.ledger.states import GroupState, JobState, Purpose, RolloutState
-from headpond.orchestrator.ledger import counts, writer
-from headpond.orchestrator.ledger.counts import OTHER_CAUSES
+from headpond.orchestrator.ledger import ledger as ledger_module
+from headpond.orchestrator.ledger import writer
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.rows import GroupRecord
 from headpond.records.rollout import RolloutResult
@@ -299,7 +299,7 @@ def test_jobs_of_steps_and_surveys_leave_when_they_are_done(path: Path) -> None:
 
 
 def test_causes_of_death_are_counted_after_their_jobs_are_gone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(counts, "CAUSES_MOST", 2)
+    monkeypatch.setattr(ledger_module, "CAUSES_MOST", 2)
 
     async def work(ledger: Ledger) -> None:
         for error in ("a", "b", "b", "c", "d", "a"):
@@ -314,6 +314,6 @@ def test_causes_of_death_are_counted_after_their_jobs_are_gone(path: Path, monke
     run(path, work)
     with schema.reading(path) as connection:
         assert [(each["error"], each["jobs"]) for each in queries.dead_jobs(connection, limit=9)] == [
-            ("a", 4), ("b", 4), (OTHER_CAUSES, 4),
+            ("a", 4), ("b", 4), (ledger_module.OTHER_CAUSES, 4),
         ]  # fmt: skip
         assert connection.execute("SELECT count(*) FROM jobs").fetchone() == (0,)

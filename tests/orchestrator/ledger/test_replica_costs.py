@@ -2,6 +2,7 @@
 
 from support.ledgers import configured
 
+from headpond.ledger.state_rows import ReplicaState
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.ledger.replica_costs import OTHER, ReplicaCosts, slow_tokens
 from headpond.replica_use import ReplicaUse
@@ -32,6 +33,7 @@ def test_urls_that_the_run_does_not_know_are_counted_together(ledger: Ledger) ->
 
 
 def test_a_replica_is_not_compared_before_it_has_been_measured() -> None:
-    assert slow_tokens({A: 50_000, B: 10}, {A: 100.0, B: 9.0}) == {A: 0, B: 0}
-    assert slow_tokens({A: 50_000}, {A: 100.0}) == {A: 0}
-    assert slow_tokens({}, {}) == {}
+    measured = ReplicaState(tokens=50_000, seconds=100.0)
+    assert slow_tokens({A: measured, B: ReplicaState(tokens=10, seconds=9.0)}) == {A: 0, B: 0}
+    assert slow_tokens({A: measured}) == {A: 0}
+    assert slow_tokens({}) == {}

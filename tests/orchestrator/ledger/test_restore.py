@@ -57,9 +57,6 @@ def contents(ledger: Ledger | restore.Records) -> dict[str, Any]:
             for step, batch in ledger.batches.items()
         },
         "state": state_contents(ledger.state),
-        "states": +ledger.states,
-        "reasons": +ledger.reasons,
-        "evaluation_rollouts": ledger.evaluation_rollouts,
         "untrained": ledger.untrained,
     }
 
@@ -99,8 +96,8 @@ def test_closed_records_are_counted_but_not_restored(tmp_path: Path) -> None:
     written(tmp_path / "ledger.sqlite", write)
     after = restore.read(tmp_path / "ledger.sqlite")
     assert (after.groups, after.jobs, after.batches) == ({}, {}, {})
-    assert after.states == {RolloutState.DELIVERED: 4, RolloutState.FILTERED: 4}
-    assert after.reasons == {"zero_variance": 4}
+    assert +after.state.rollout_counts["states"].by_name == {RolloutState.DELIVERED: 4, RolloutState.FILTERED: 4}
+    assert +after.state.rollout_counts["reasons"].by_name == {"zero_variance": 4}
     assert after.state.steps_delivered == 1
     assert after.untrained == {0: 4}
 
@@ -113,7 +110,7 @@ def test_trained_steps_stay_trained(tmp_path: Path) -> None:
 
     written(tmp_path / "ledger.sqlite", write)
     after = restore.read(tmp_path / "ledger.sqlite")
-    assert after.states == {RolloutState.TRAINED: 4, RolloutState.DELIVERED: 4}
+    assert +after.state.rollout_counts["states"].by_name == {RolloutState.TRAINED: 4, RolloutState.DELIVERED: 4}
     assert after.untrained == {1: 4}
 
 

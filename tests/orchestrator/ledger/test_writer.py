@@ -34,14 +34,16 @@ def set_by(event: threading.Event) -> Callable[[Exception | None], None]:
 
 
 def count(name: str, value: int) -> Changes:
-    return {"counts": [("state", name, value)]}
+    return {"state": [("counts", name, 0, value)]}
 
 
 def events(number: int) -> Changes:
     return {"events": [(0.0, 0, "subject", "action", "detail" * 20)] * number}
 
 
-def kept(path: Path, query: str = "SELECT name, number FROM counts ORDER BY name") -> list[tuple[object, ...]]:
+def kept(
+    path: Path, query: str = "SELECT name, CAST(content AS INTEGER) FROM state ORDER BY name"
+) -> list[tuple[object, ...]]:
     with reading(path) as connection:
         return connection.execute(query).fetchall()
 
@@ -129,7 +131,7 @@ def test_a_locked_ledger_is_waited_for(writer: Writer, path: Path) -> None:
 def test_an_error_that_no_retry_repairs_reaches_every_later_caller(writer: Writer) -> None:
     errors: list[Exception | None] = []
     done = threading.Event()
-    writer.put({"counts": [("state", "a", object())]}, errors.append)  # type: ignore[list-item]
+    writer.put({"state": [("counts", "a", 0, object())]}, errors.append)  # type: ignore[list-item]
     writer.put({"no such table": [()]}, errors.append)
     writer.put(count("b", 1), lambda error: (errors.append(error), done.set()))
     assert done.wait(HANG_S)

@@ -6,6 +6,7 @@ from headpond.batches import BatchPlan, BatchRollout, EncodedRank
 from headpond.batches.manifest import Manifest, Totals
 from headpond.batches.plan import PackingRules
 from headpond.event_loop.lag_summaries import LagSummary
+from headpond.ledger.state_rows import RunState
 from headpond.ledger.states import RolloutState
 from headpond.orchestrator.ledger.rows import GroupRecord, RolloutRecord
 from headpond.orchestrator.reporting import step_metrics
@@ -13,7 +14,6 @@ from headpond.records.rollout import RolloutResult
 from headpond.store import BlobRef
 
 BLOB = BlobRef(key="none", size=0, checksum="")
-NOTHING = dict.fromkeys(("delivered", "dead", "fenced", "generated", "groups_dropped", "tokens_generated"), 0)
 
 
 def group(environment: str, *results: dict[str, Any], state: RolloutState = RolloutState.BATCHED) -> GroupRecord:
@@ -30,8 +30,11 @@ def lag(process: str, **values: float) -> LagSummary:
     return LagSummary(process=process, samples=1, cpu_share=0.5, **zero | values)
 
 
-def window(since: dict[str, float], **values: Any) -> dict[str, float]:
-    return step_metrics.of_window(NOTHING | since, **{"groups": 0, "longest_s": {}, "step_s": 2.0} | values)
+def window(since: dict[str, Any], **values: Any) -> dict[str, float]:
+    """`since`: the increase of some counters."""
+    return step_metrics.of_window(
+        RunState.increase(since, {}), **{"groups": 0, "longest_s": {}, "step_s": 2.0} | values
+    )
 
 
 def test_rewards_in_total_and_by_environment() -> None:
@@ -94,8 +97,10 @@ def test_a_name_for_every_example_does_not_flood_the_file() -> None:
 
 
 def test_filter_rates_are_shares_of_the_decided_rollouts() -> None:
-    since = {"delivered": 6, "dead": 1, "filtered:gibberish": 2, "filtered:stale": 1, "filtered:long_ago": 0}
-    values = window(since | {"matched:repetition": 4, "generated": 8})
+    states, reasons = {"delivered": 6, "dead": 1}, {"gibberish": 2, "stale": 1, "long_ago": 0}
+    run = {"matched": {"repetition": 4}, "rollouts_generated": 8}
+    counts = {"states": {"by_name": states}, "reasons": {"by_name": reasons}}
+    values = window({"run": {"": run}, "rollout_counts": counts})
     assert values["filtered_rate"] == 0.3
     assert {key: values[key] for key in values if key.startswith("filtered_rate/")} == {
         "filtered_rate/gibberish": 0.2,
@@ -106,12 +111,12 @@ def test_filter_rates_are_shares_of_the_decided_rollouts() -> None:
 
 
 def test_dropped_groups_are_replaced() -> None:
-    values = window({"groups_dropped": 1}, groups=3)
+    values = window({"run": {"": {"groups_dropped": 1}}}, groups=3)
     assert (values["groups_dropped"], values["replaced_share"]) == (1, 0.25)
 
 
 def test_solve_rates_in_total_and_by_environment() -> None:
-    values = window({"solved_all:sums": 1, "solved_mixed:sums": 1, "solved_none:guess": 2})
+    values = window({"environments": {"sums": {"solved": {"all": 1, "mixed": 1}}, "guess": {"solved": {"none": 2}}}})
     assert values["groups_completed"] == 4
     assert [values[f"solved_{how}"] for how in ("all", "none", "mixed")] == [0.25, 0.5, 0.25]
     assert [values[f"solved_{how}/sums"] for how in ("all", "none", "mixed")] == [0.5, 0, 0.5]
@@ -119,7 +124,9 @@ def test_solve_rates_in_total_and_by_environment() -> None:
 
 
 def test_the_reward_of_all_played_groups_stands_beside_that_of_delivered_ones() -> None:
-    values = window({"played:sums": 6, "played_reward:sums": 1.5, "played:guess": 2, "played_reward:guess": -0.5})
+    values = window(
+        {"environments": {"sums": {"played": 6, "played_reward": 1.5}, "guess": {"played": 2, "played_reward": -0.5}}}
+    )
     assert (values["played_rollouts"], values["played_reward_mean"]) == (8, 0.125)
     assert (values["played_reward_mean/sums"], values["played_reward_mean/guess"]) == (0.25, -0.25)
     assert not [key for key in window({}) if key.startswith("played")]
@@ -134,8 +141,9 @@ def test_a_group_is_solved_by_all_none_or_some_rollouts(rewards: tuple[float, fl
 
 
 def test_timings_and_speed() -> None:
-    since = {"settled:play": 4, "seconds:play": 10.0, "generated": 4, "tokens_generated": 300}
-    values = window(since, longest_s={"play": 6.0})
+    run = {"rollouts_generated": 4, "tokens_generated": 300}
+    stages = {"play": {"settled": 4, "seconds": 10.0}, "score": {"longest_s": -3.0}}
+    values = window({"run": {"": run}, "stages": stages}, longest_s={"play": 6.0})
     assert {key: value for key, value in values.items() if key.startswith("time/")} == {
         "time/play_mean_s": 2.5,
         "time/play_max_s": 6.0,
@@ -182,13 +190,11 @@ def test_an_empty_step_has_no_means() -> None:
 
 
 def test_what_replicas_cost_since_the_last_step() -> None:
-    one = window({"replica_tokens:http://a": 100, "replica_s:http://a": 10.0})
+    one = window({"replicas": {"http://a": {"tokens": 100, "seconds": 10.0}}})
     assert (one["replica_lost_tokens"], one["replica_slow_tokens"]) == (0, 0)
     assert not any(key.startswith("replica_tokens_per_s/") for key in one)
-    two = window(
-        {"replica_tokens:http://a": 4_000, "replica_s:http://a": 40.0, "replica_tokens:http://b": 1_000}
-        | {"replica_s:http://b": 20.0, "replica_lost:http://b": 70}
-    )
+    other = {"tokens": 1_000, "seconds": 20.0, "lost_tokens": 70}
+    two = window({"replicas": {"http://a": {"tokens": 4_000, "seconds": 40.0}, "http://b": other}})
     assert (two["replica_lost_tokens"], two["replica_lost_tokens/http://b"]) == (70, 70)
     assert (two["replica_slow_tokens"], two["replica_slow_tokens/http://b"]) == (1_000, 1_000)
     assert (two["replica_tokens_per_s/http://a"], two["replica_tokens_per_s/http://b"]) == (100, 50)
