@@ -17,7 +17,6 @@ from headpond.config import RunConfig
 from headpond.ids import LeaseId, LeaseValue
 from headpond.ledger.states import GroupState, JobState
 from headpond.orchestrator.duties.slices import in_slices
-from headpond.orchestrator.exchange import envelope
 from headpond.orchestrator.exchange.gates import Gates
 from headpond.orchestrator.exchange.redis_connection import Broker
 from headpond.orchestrator.ledger.ledger import Ledger
@@ -25,6 +24,7 @@ from headpond.orchestrator.ledger.rows import JobRecord
 from headpond.orchestrator.pipeline import Pipeline
 from headpond.orchestrator.replies import Replies
 from headpond.orchestrator.workforce.leases import read_leases
+from headpond.tasks import envelope
 from headpond.tasks.stage import GRACE_S
 
 logger = logging.getLogger("headpond.reconciler")

@@ -19,14 +19,13 @@ from headpond.ids import LeaseId
 from headpond.ledger.states import GroupState, JobState
 from headpond.orchestrator.duties.housekeeping import Reported, delete
 from headpond.orchestrator.duties.slices import in_slices
-from headpond.orchestrator.exchange import envelope
 from headpond.orchestrator.exchange.redis_connection import Broker
 from headpond.orchestrator.exchange.reply_stream import ReplyStream
 from headpond.orchestrator.ledger.ledger import Ledger
 from headpond.orchestrator.submission import MESSAGES_AT_ONCE
 from headpond.orchestrator.workforce.leases import LEASES_AT_ONCE, read_leases, remove_leases
 from headpond.store import open_store
-from headpond.tasks import app, inputs
+from headpond.tasks import app, envelope, inputs
 from headpond.tasks.celery_app import broker_settings
 
 logger = logging.getLogger("headpond.orchestrator")

@@ -12,7 +12,6 @@ from headpond.ledger.states import JobState
 from headpond.orchestrator.duties import crash_points
 from headpond.orchestrator.duties.housekeeping import Reported, Troubles, delete
 from headpond.orchestrator.duties.slices import in_slices
-from headpond.orchestrator.exchange import envelope
 from headpond.orchestrator.exchange.gates import Gate
 from headpond.orchestrator.exchange.redis_connection import Broker
 from headpond.orchestrator.ledger.ledger import Ledger
@@ -21,7 +20,7 @@ from headpond.orchestrator.pipeline import Pipeline
 from headpond.orchestrator.serving.engine_check import EngineCheck
 from headpond.orchestrator.workforce.attendance import Attendance
 from headpond.store import Store, open_store
-from headpond.tasks import inputs
+from headpond.tasks import envelope, inputs
 from headpond.tasks.inputs import Content
 
 logger = logging.getLogger("headpond.submission")

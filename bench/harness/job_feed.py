@@ -15,8 +15,8 @@ from headpond.broker import redis_keys
 from headpond.broker.queues import Queue
 from headpond.errors import RunError
 from headpond.ids import OWNER_KEY
-from headpond.orchestrator.exchange import envelope
 from headpond.store import open_store
+from headpond.tasks import envelope
 from headpond.tasks.stages import play
 
 RUN = "feed"

@@ -1,1 +1,1 @@
-"""What passes between the run and its workers: the connection to Redis, messages, input files, replies, gates."""
+"""What passes between the run and its workers: the connection to Redis, input files, replies, gates."""

@@ -14,10 +14,10 @@ from headpond.inspection.audit import audit
 from headpond.ledger import queries, schema
 from headpond.ledger.sealed_files import unreleased_keys
 from headpond.ledger.state_rows import RunState
-from headpond.orchestrator.exchange import envelope
 from headpond.orchestrator.ledger.rows import JobRecord
 from headpond.records.status import Status
 from headpond.store.columns import read_columns
+from headpond.tasks import envelope
 from simulation.faults import OTHER_RUN
 from simulation.workers import length_of, reward_of
 

@@ -10,7 +10,7 @@ from support.waiting import wait_until
 from headpond.broker import redis_keys
 from headpond.broker.queues import Queue
 from headpond.event_loop.lag_summaries import read_summaries
-from headpond.orchestrator.exchange import envelope
+from headpond.tasks import envelope
 from headpond.tasks.stages import play
 
 ROLLOUTS = 1000

@@ -8,9 +8,8 @@ import pytest
 import redis
 
 from headpond.errors import StageError
-from headpond.orchestrator.exchange import envelope
 from headpond.processes.embedded_redis import EmbeddedRedis
-from headpond.tasks import app
+from headpond.tasks import app, envelope
 from headpond.tasks.agreement import FAILED_BY_HEADER, SETTINGS_HEADER
 from headpond.tasks.stage import Message, PlanMessage, all_stages
 from headpond.tasks.stages.encode import EncodeMessage
