@@ -4,6 +4,8 @@ A run does not end for a file that cannot be used at present.
 """
 
 import logging
+import math
+import time
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TypeVar
@@ -14,6 +16,8 @@ from headpond.store.base import check_key
 
 logger = logging.getLogger("headpond.housekeeping")
 T = TypeVar("T", bound="Trouble")
+
+LOGGED_EVERY_S = 10.0  # on a disk that is almost full, every other write succeeds
 
 
 class Trouble:
@@ -66,6 +70,7 @@ class Reported(Trouble):
         self._duty = duty
         self._then = then
         self._errors = errors
+        self._logged_at = -math.inf
         if troubles:
             troubles.enter(self)
 
@@ -81,7 +86,8 @@ class Reported(Trouble):
         if not isinstance(error, self._errors):
             return False
         before, self.text = self.text, f"cannot {self._duty} ({error}): {self._then}"
-        if before is None:
+        if before is None and time.monotonic() - self._logged_at > LOGGED_EVERY_S:
+            self._logged_at = time.monotonic()
             logger.warning("action=duty_failed %s", self.text)
         return True
 
