@@ -20,7 +20,7 @@ FOLDERS = ("tasks", "workers", "orchestrator")
     ("arguments", "ready", "twice"),
     [
         ("-A workers.rollouts worker -Q rollouts -c 4 -l INFO", "action=worker_ready", {"workers"}),
-        ("-A tasks flower --address=127.0.0.1 --port={port}", "Visit me at", {"tasks"}),
+        ("-A tasks flower --address=127.0.0.1 --port={port}", "Connected to redis", {"tasks"}),
     ],
     ids=["worker", "flower"],
 )
